@@ -68,6 +68,13 @@ class TokenMicroBatch:
     routed_experts_RTLK: np.ndarray | None = None
 
     @property
+    def samples(self) -> float:
+        """Number of samples, also of those without a trained token. One whose branches are in several micro-batches
+        counts in each with its share of trained tokens."""
+        shares_N = self.trained_tokens_N / np.maximum(self.sample_tokens_N, 1)
+        return float(np.where(self.sample_tokens_N > 0, shares_N, 1.0).sum())  # an untrained sample is one sequence
+
+    @property
     def size_bytes(self) -> int:
         """All arrays together."""
         return sum(a.nbytes for name in self.__slots__ if isinstance(a := getattr(self, name), np.ndarray))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Literal, Protocol, TypeGuard, get_args
 
 import msgspec
 import numpy as np
@@ -51,6 +51,7 @@ class Totals(msgspec.Struct, frozen=True):
     tokens: float = 0.0
     """Trained tokens, or environment steps."""
     samples: float = 0.0
+    """All samples, also those of which no token is trained: masking some does not weigh up the others."""
 
 
 class Work(Protocol):
@@ -150,7 +151,7 @@ class TokenObjective:
             yield PriorLogprobs(reference_M, old_M, self._logprobs(batch, self.teacher))
 
     def prepare(
-        self, batches: Sequence[TokenMicroBatch], scores: Sequence[PriorLogprobs], device: torch.device
+        self, batches: Sequence[TokenMicroBatch | None], scores: Sequence[PriorLogprobs], device: torch.device
     ) -> TokenWork:
         return TokenWork(self, batches, scores, device)
 
@@ -237,7 +238,7 @@ class TokenWork:
     def __init__(
         self,
         objective: TokenObjective,
-        batches: Sequence[TokenMicroBatch],
+        batches: Sequence[TokenMicroBatch | None],
         scores: Sequence[PriorLogprobs],
         device: torch.device,
     ) -> None:
@@ -245,22 +246,23 @@ class TokenWork:
         self._device = device
         self._computing: TokenMicroBatch | None = None
         """The part that is being computed."""
+        self._sharded = isinstance(objective.policy, ShardedPolicy)
+        self._counts = [Totals() if b is None else Totals(float(b.trained_tokens_N.sum()), b.samples) for b in batches]
+        """Of each unit."""
         pairs = zip(batches, scores, strict=True)
-        sharded = isinstance(objective.policy, ShardedPolicy)
-        self._scored = [[one] if _trains(one[0]) else [] for one in pairs if sharded or _trains(one[0])]
+        self._scored = [[(batch, score)] if _trains(batch) else [] for batch, score in pairs]
         """For each unit, the parts that are computed in sequence; empty if there is nothing to train on."""
         self._split()
         self.units = len(self._scored)
         self.totals = self.totals_of(np.arange(self.units))
 
     def totals_of(self, chosen: np.ndarray) -> Totals:
-        trained = [batch for i in chosen for batch, _ in self._scored[i]]
-        samples = sum(float((b.trained_tokens_N / np.maximum(b.sample_tokens_N, 1)).sum()) for b in trained)
-        return Totals(float(sum(int(b.trained_tokens_N.sum()) for b in trained)), samples)
+        counts = [self._counts[i] for i in chosen]
+        return Totals(sum(one.tokens for one in counts), sum(one.samples for one in counts))
 
     def losses(self, chosen: np.ndarray, totals: Totals) -> Iterator[tuple[Tensor, Metrics]]:
         for i in chosen:
-            if not self._scored[i]:
+            if not self._scored[i] and self._sharded:
                 yield idle_pass(self._objective.policy.module), {}
             for batch, score in self._scored[i]:
                 self._computing = batch
@@ -302,7 +304,7 @@ def _pieces(batch: TokenMicroBatch, score: PriorLogprobs, limit: int) -> list[tu
     return found
 
 
-def _trains(batch: TokenMicroBatch | None) -> bool:
+def _trains(batch: TokenMicroBatch | None) -> TypeGuard[TokenMicroBatch]:
     """Whether it has a trained token; a rank with fewer micro-batches than others has None in their place."""
     return batch is not None and bool(batch.loss_mask_RT.any())
 

@@ -52,8 +52,7 @@ class TokenTensors:
         self.sample_tokens_M = torch.from_numpy(batch.sample_tokens_N[sequence_M].astype(np.float32)).to(device)
         self.sequences = len(batch.trained_tokens_N)
         self.tokens = len(rows)
-        self.samples = float((batch.trained_tokens_N / np.maximum(batch.sample_tokens_N, 1)).sum())
-        """A sample whose branches are in several micro-batches counts in each with its share of tokens."""
+        self.samples = batch.samples
         # Padding follows each row's tokens, so the causal mask alone excludes it.
         self.options: dict[str, Any] = {}
         if batch.segments_K3 is not None:

@@ -83,8 +83,9 @@ class TokenLossSection(Section):
     trust_high: NonNegativeFloat = 0.2
     """`dppo`: a token is not made more probable once its probability is this much above the one it was sampled with."""
     average: Literal["token", "sequence", "constant"] | None = None
-    """Each token has the same weight; or each sample has; or the sum over tokens is divided by `constant_length`. The
-    default depends on the loss: `sequence` for `gspo`, `constant` for `dr_grpo`, else `token`."""
+    """`token`: the mean over all trained tokens; `sequence`: over all samples of the update, each the mean of its
+    tokens; `constant`: the sum over tokens, divided by all samples times `constant_length`. A sample whose tokens are
+    masked counts as a sample. By default `sequence` for `gspo`, `constant` for `dr_grpo`, else `token`."""
     constant_length: Positive | None = None
     """For the average `constant`; `rollout.max_new_tokens` by default."""
     kl_coefficient: NonNegativeFloat = 0.0

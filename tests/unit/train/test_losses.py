@@ -230,7 +230,7 @@ def test_grpo_by_hand() -> None:
 def test_gspo_by_hand() -> None:
     tokens = hand_made([0.4, 0.1, 0.3, 0.3], [0.1, 0.1, 0.3, 0.3], [0.1, 0.1, 0.3, 0.1], [1.0, 1.0, -1.0, -1.0])
     loss, metrics = gspo(tokens, TokenLossSection(clip_high=0.5))
-    # The first sequence's ratio is sqrt(4 · 1) = 2, clipped to 1.5; the second's is 1, its weights 1 and 3, capped at 2.
+    # The first ratio is sqrt(4 · 1) = 2, clipped to 1.5; the second's is 1, its weights 1 and 3, capped to 2
     assert loss.tolist() == pytest.approx([-1.5, -1.5, 1, 2], rel=1e-5)
     assert metrics["clip_fraction"].item() == 2
     assert metrics["capped_fraction"].item() == 1

@@ -35,19 +35,20 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 MODEL = TinyLanguageModel(alphabet="abcdefg", hidden_size=16, layers=2, heads=2, max_positions=32)
 OPTIM = OptimizerSection(learning_rate=3e-3, warmup_steps=2, weight_decay=0.01)
-LOSS = TokenLossSection(kl_coefficient=0.05, entropy_coefficient=0.01)
+LOSS = TokenLossSection(kl_coefficient=0.05, entropy_coefficient=0.01, average="sequence")
 CPU = torch.device("cpu")
 TIGHT = 1e-5
 PEFT = importlib.util.find_spec("peft") is not None
 
 
 def samples(step: int) -> list[dict[str, np.ndarray]]:
-    """Five groups of two; with four ranks some have more micro-batches than others, and lengths differ."""
+    """Five groups of two; with four ranks some have more micro-batches than others, and lengths differ. One sample has
+    no trained token."""
     rng = np.random.default_rng(step)
     found: list[dict[str, np.ndarray]] = []
-    for _ in range(10):
+    for number in range(10):
         tokens = int(rng.integers(4, 14))
-        mask = (np.arange(tokens) >= rng.integers(1, 4)).astype(np.uint8)
+        mask = (np.arange(tokens) >= rng.integers(1, 4)).astype(np.uint8) * np.uint8(number != 3)
         ids = rng.integers(3, 9, tokens, dtype=np.int32)
         found.append({"token_ids": ids, "loss_mask": mask, "logprobs": (mask * -2.0).astype(np.float32)})
     return found
