@@ -37,8 +37,7 @@ def group_means(values: np.ndarray, group_sizes: np.ndarray) -> np.ndarray:
 
 
 def grpo(rewards: np.ndarray, group_sizes: np.ndarray) -> np.ndarray:
-    """Distance from the group's mean, in units of the group's standard deviation (the unbiased one, of n − 1); zero in a
-    group of one."""
+    """Distance from the group's mean, in units of the group's standard deviation over n − 1; zero in a group of one."""
     centred = dr_grpo(rewards, group_sizes)
     std = np.sqrt(group_means(centred**2, group_sizes) * group_sizes / np.maximum(group_sizes - 1, 1))
     return centred / np.repeat(std + STD_FLOOR, group_sizes)
