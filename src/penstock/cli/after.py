@@ -11,7 +11,7 @@ import typer
 from penstock.config.load import parse_value
 from penstock.errors import ConfigError
 from penstock.launch.report import report
-from penstock.runtime.rundir import RunDir
+from penstock.runtime.rundir import RunDir, write_atomically
 
 
 def export_command(path: Path, *, pipeline: str | None, step: str, to: Path | None, merged: bool) -> int:
@@ -83,9 +83,12 @@ def sample_command(
 
 def report_command(path: Path, to: Path | None) -> int:
     run = RunDir.open(path)
-    target = to if to is not None else run.root / "report.html"
-    target.write_text(report(run), encoding="utf-8")
-    typer.echo(f"{target}: {target.stat().st_size / 1e3:.0f} kB")
+    page = report(run)
+    if to is None:
+        run.write(target := run.root / "report.html", page.encode("utf-8"))
+    else:
+        write_atomically(target := to, page)
+    typer.echo(f"{target}: {len(page.encode('utf-8')) / 1e3:.0f} kB")
     return 0
 
 

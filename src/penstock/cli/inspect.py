@@ -66,8 +66,8 @@ def doctor_command(run_dir: Path, at_s: float | None = None) -> int:
         return 1
     try:
         endpoint, token = run.read_endpoint(), run.token()
-    except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(f"cannot read the address of the controller in {run.root}: {error!r}") from error
+    except (OSError, ValueError, KeyError, ConfigError) as error:
+        raise ConfigError(f"cannot read the address of the controller in {run.root}: {error}") from error
     if endpoint is None:
         raise ConfigError(f"no controller has announced itself in {run.root}: the run has not started")
     headers = {"authorization": f"Bearer {token}"}

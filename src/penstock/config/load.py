@@ -18,6 +18,7 @@ from penstock.config.run import Config
 from penstock.engines.registry import SECTIONS
 from penstock.errors import ConfigError
 from penstock.records.section import Section, Trained, used_by
+from penstock.runtime.beneath import read_beneath
 from penstock.runtime.named import nearest
 
 Location = tuple[str | int, ...]
@@ -42,7 +43,7 @@ GONE = {
 def load(path: Path, overrides: Sequence[str] = ()) -> Config:
     """Reads a TOML file, applies `a.b=c` overrides, and validates; all errors become one `ConfigError`."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = _read(path)
     except FileNotFoundError:
         raise ConfigError(f"no configuration at {path}: give the path of a .toml file") from None
     except IsADirectoryError:
@@ -58,6 +59,13 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Config:
     applied = {_apply(tree, override): override for override in overrides}
     resolve_paths(tree, Path.cwd())
     return validate(tree, source=str(path), text=text, applied=applied)
+
+
+def _read(path: Path) -> str:
+    """The text of a file, of which that of a run directory must not be a link."""
+    if (path.parent / "run.json").exists():
+        return read_beneath(path.parent, path).decode("utf-8")
+    return path.read_text(encoding="utf-8")
 
 
 def validate(

@@ -162,7 +162,10 @@ def _meta_checksum(meta: Mapping[str, str]) -> str:
 
 
 def open_to_read(path: Path) -> sqlite3.Connection:
-    """A read-only connection; works beside a live writer, and in a directory that is not writable."""
+    """A read-only connection; works beside a live writer, and in a directory that is not writable. Follows no link."""
+    for one in (path, *(path.with_name(f"{path.name}{end}") for end in ("-wal", "-shm", "-journal"))):
+        if one.is_symlink():
+            raise RunFailed(f"{one} is a link: links are not followed in a run directory")
     if not path.is_file():
         raise RunFailed(f"there is no journal at {path}")
     with explained(path):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import UnionType
 from typing import Any
 
 import orjson
@@ -16,6 +18,7 @@ from rich.text import Text
 
 from penstock.launch.view import figure as shown
 from penstock.launch.view import shortened
+from penstock.runtime.beneath import open_beneath
 from penstock.runtime.metrics import PAUSE_S
 from penstock.runtime.rundir import RunDir
 
@@ -25,6 +28,12 @@ LOOPS_SHOWN = 3
 PARTS = ("step_s", "turn_s")
 """Parts of a step that the trainer runs in sequence; it fetches batches and publishes weights concurrently."""
 REWARD_WINDOW = 10
+TYPES: dict[str, type | UnionType] = {
+    **dict.fromkeys(("kind", "pipeline"), str),
+    **dict.fromkeys(("step", "version", "staleness_max"), int),
+    **dict.fromkeys(("at", "reward", "staleness_mean", "eval/reward", "eval/reward_stderr", *PARTS), float | int),
+}
+"""Types of the fields of `metrics.jsonl` that are read by name; each may be missing or null."""
 """Steps over which first and final rewards are averaged: single steps are noisy."""
 
 
@@ -83,33 +92,40 @@ class Curve:
         return f"{_figure(first)} → {_figure(last)} ± {error:.2g}"
 
 
-def read_curves(metrics: Path) -> dict[str, Curve]:
-    """Reward curves by pipeline from `metrics.jsonl`; a torn last line is skipped."""
-    curves: dict[str, Curve] = defaultdict(Curve)
+def read_entries(metrics: Path) -> Iterator[dict[str, Any]]:
+    """The lines of `metrics.jsonl`, without torn ones and those with a field that is not of its type."""
     if not metrics.exists():
-        return curves
-    latest_at = math.inf
-    with metrics.open("rb") as lines:
+        return
+    with open_beneath(metrics.parent, metrics) as lines:
         for line in lines:
             try:
                 entry = orjson.loads(line)
             except orjson.JSONDecodeError:
                 continue
-            at = entry.get("at", latest_at)
-            if at - latest_at > PAUSE_S:
-                for curve in curves.values():
-                    curve.latest = None
-            latest_at = at
-            if entry.get("kind") == "step" and entry.get("reward") is not None:  # null: it was not finite
-                curve = curves[entry["pipeline"]]
-                curve.rewards[entry["step"]] = entry["reward"]
-                curve.staleness_mean[entry["step"]] = entry["staleness_mean"]
-                curve.staleness_max[entry["step"]] = entry["staleness_max"]
-                if "at" in entry:
-                    curve.took(entry["step"], entry)
-            elif entry.get("kind") == "evaluation" and entry.get("eval/reward") is not None:
-                point = (entry["eval/reward"], entry.get("eval/reward_stderr") or 0.0)
-                curves[entry["pipeline"]].evaluations[entry["version"]] = point
+            if isinstance(entry, dict) and all(isinstance(entry.get(key), kind | None) for key, kind in TYPES.items()):
+                yield entry
+
+
+def read_curves(metrics: Path) -> dict[str, Curve]:
+    """Reward curves by pipeline from `metrics.jsonl`; a torn last line is skipped."""
+    curves: dict[str, Curve] = defaultdict(Curve)
+    latest_at = math.inf
+    for entry in read_entries(metrics):
+        at = entry.get("at", latest_at)
+        if at - latest_at > PAUSE_S:
+            for curve in curves.values():
+                curve.latest = None
+        latest_at = at
+        if entry.get("kind") == "step" and entry.get("reward") is not None:  # null: it was not finite
+            curve = curves[entry["pipeline"]]
+            curve.rewards[entry["step"]] = entry["reward"]
+            curve.staleness_mean[entry["step"]] = entry["staleness_mean"]
+            curve.staleness_max[entry["step"]] = entry["staleness_max"]
+            if "at" in entry:
+                curve.took(entry["step"], entry)
+        elif entry.get("kind") == "evaluation" and entry.get("eval/reward") is not None:
+            point = (entry["eval/reward"], entry.get("eval/reward_stderr") or 0.0)
+            curves[entry["pipeline"]].evaluations[entry["version"]] = point
     return curves
 
 
@@ -147,10 +163,11 @@ def plot(run: RunDir) -> Path | None:
         handles, labels = axis.get_legend_handles_labels()
         legend |= dict(zip(labels, handles, strict=True))
     figure.legend(legend.values(), legend.keys(), loc="outside lower center", ncols=len(legend), frameon=False)
-    run.plots.mkdir(exist_ok=True)
     path = run.plots / "rewards.png"
-    figure.savefig(path, dpi=130)
-    figure.savefig(path.with_suffix(".svg"))
+    for kind in ("png", "svg"):
+        drawn = io.BytesIO()
+        figure.savefig(drawn, format=kind, dpi=130)
+        run.write(path.with_suffix(f".{kind}"), drawn.getvalue())
     plt.close(figure)
     return path
 

@@ -21,15 +21,17 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import secrets
 import shutil
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, BinaryIO, Literal, get_args
 
 from penstock.errors import ConfigError, RunFailed
 from penstock.records.ids import RunId
+from penstock.runtime.beneath import check_beneath, files_beneath, open_beneath, read_beneath, write_beneath
 
 Ending = Literal["complete", "interrupted", "failed"]
 
@@ -52,7 +54,11 @@ class Endpoint:
 
 
 class RunDir:
-    """Paths and small files of one run, made by `create` or `open`."""
+    """Paths and small files of one run, made by `create` or `open`.
+
+    An opened directory may come from a stranger: commands other than its own processes read and write its files by
+    `open_file`, `read`, `files` and `write`, which follow no link.
+    """
 
     def __init__(self, root: Path, run_id: RunId) -> None:
         self.root = root
@@ -60,17 +66,20 @@ class RunDir:
 
     @classmethod
     def create(cls, parent: Path, name: str, config_toml: str, version: str) -> RunDir:
-        """Creates a directory with a new run id and token; only its owner can read the token."""
+        """Creates a directory with a new run id and token, for its owner only."""
         stamp = time.strftime("%Y%m%d-%H%M%S")
         root = parent / f"{name}-{stamp}"
         for count in range(2, 100):
             try:
-                root.mkdir(parents=True, exist_ok=False)
+                parent.mkdir(parents=True, exist_ok=True)
+                root.mkdir(mode=0o700)
                 break
             except FileExistsError:
                 root = parent / f"{name}-{stamp}-{count}"
             except OSError as error:
                 raise ConfigError(f"cannot make the run directory {root}: {error}; choose another run.dir") from error
+        else:
+            raise ConfigError(f"cannot make a run directory in {parent}: its names are taken; choose another run.dir")
         run = cls(root.resolve(), RunId(secrets.token_hex(8)))
         try:
             for folder in ("logs", "failures", "checkpoints", "weights", "rollouts", "plots"):
@@ -88,8 +97,10 @@ class RunDir:
         """Opens an existing run directory. Raises `ConfigError` for one of another format."""
         marker = root / "run.json"
         try:
-            made = json.loads(marker.read_text(encoding="utf-8"))
+            made = json.loads(read_beneath(root, marker))
             run_id, found = RunId(str(made["run_id"])), made["format"]
+            if not re.fullmatch(r"[\w-]{1,64}", run_id, re.ASCII):  # it becomes a part of names
+                raise ValueError(f"its run id is {run_id!r}")
         except FileNotFoundError:
             raise ConfigError(_no_run(root)) from None
         except PermissionError:
@@ -106,6 +117,25 @@ class RunDir:
     def remove(self) -> None:
         """Deletes the directory of a run that never started."""
         shutil.rmtree(self.root, ignore_errors=True)
+
+    def open_file(self, path: Path) -> BinaryIO:
+        """Opens a file of the run for reading. Raises `OSError` for a link, and for a file in a linked folder."""
+        return open_beneath(self.root, path)
+
+    def read(self, path: Path) -> bytes:
+        return read_beneath(self.root, path)
+
+    def files(self, pattern: str) -> list[Path]:
+        """The files of the run that match, such as `logs/*.log`; links are left out."""
+        return files_beneath(self.root, pattern)
+
+    def write(self, path: Path, content: bytes) -> None:
+        """Replaces a file of the run, and a link with its name. Makes its folder if there is none."""
+        write_beneath(self.root, path, content)
+
+    def check(self, *paths: Path) -> None:
+        """Raises `OSError` for links: for libraries that open these paths themselves."""
+        check_beneath(self.root, *paths)
 
     @property
     def config_path(self) -> Path:
@@ -157,7 +187,7 @@ class RunDir:
 
     def token(self) -> str:
         try:
-            return self.token_path.read_text(encoding="ascii").strip()
+            return self.read(self.token_path).decode("ascii").strip()
         except (OSError, ValueError) as error:
             raise RunFailed(
                 f"the run's token cannot be read from {self.token_path} ({error}): a live run cannot continue "
@@ -175,17 +205,32 @@ class RunDir:
         return (self.root / "run.json").exists()
 
     def is_supervised(self) -> bool:
-        """Whether a supervisor on this machine holds the lock of the run.
+        """Whether a supervisor on this machine holds the lock of the run."""
+        return bool(self._lock_holders())
+
+    def supervisor_pid(self) -> int | None:
+        """The supervisor on this machine: the process that the lock file names, if it also holds the lock."""
+        try:
+            with self.open_file(self.lock_path) as file:
+                pid = int(file.read(32))
+        except (OSError, ValueError):
+            return None
+        return pid if pid in self._lock_holders() else None
+
+    def _lock_holders(self) -> list[int]:
+        """Processes with a lock on the lock file.
 
         Reads the kernel's list of locks: taking the lock, even briefly, could make a starting supervisor fail.
         """
         try:
-            inode = self.lock_path.stat().st_ino
+            with self.open_file(self.lock_path) as file:
+                inode = os.fstat(file.fileno()).st_ino
             locks = [line.split() for line in Path("/proc/locks").read_text(encoding="ascii").splitlines()]
         except OSError:
-            return False
+            return []
         # For instance: 4: FLOCK ADVISORY WRITE 1234 08:01:5678 0 EOF
-        return any(lock[1] == "FLOCK" and lock[5].endswith(f":{inode}") for lock in locks if len(lock) > 5)
+        flocks = [lock for lock in locks if len(lock) > 5 and lock[1] == "FLOCK"]
+        return [int(lock[4]) for lock in flocks if lock[5].endswith(f":{inode}")]
 
     def write_endpoint(self, endpoint: Endpoint) -> None:
         body = {"host": endpoint.host, "port": endpoint.port, "pid": endpoint.pid}
@@ -193,7 +238,7 @@ class RunDir:
 
     def read_endpoint(self) -> Endpoint | None:
         """None until the controller has written its address."""
-        body = _read_json(self.endpoint_path)
+        body = self._read_json(self.endpoint_path)
         return None if body is None else Endpoint(str(body["host"]), int(body["port"]), int(body["pid"]))
 
     def write_failure(self, process: str, kind: str, sentence: str, exit_code: int) -> None:
@@ -202,7 +247,7 @@ class RunDir:
         write_atomically(self.failure_path(process), json.dumps(body))
 
     def read_failure(self, process: str) -> dict[str, Any] | None:
-        return _read_json(self.failure_path(process))
+        return self._read_json(self.failure_path(process))
 
     def write_ending(self, how: Ending, sentence: str = "", **details: Any) -> None:
         """Records how the run ended."""
@@ -211,7 +256,21 @@ class RunDir:
 
     def read_ending(self) -> dict[str, Any] | None:
         """None while the run is live, and if it was killed."""
-        return _read_json(self.ending_path)
+        body = self._read_json(self.ending_path)
+        if body is not None and body.get("how") not in get_args(Ending):
+            raise ConfigError(f"{self.ending_path} is damaged: `how` is {body.get('how')!r}; delete the file")
+        return body
+
+    def _read_json(self, path: Path) -> dict[str, Any] | None:
+        try:
+            body = json.loads(self.read(path))
+        except FileNotFoundError:
+            return None
+        except ValueError as error:
+            raise ConfigError(f"{path} is damaged: {error}; delete the file") from error
+        if not isinstance(body, dict):
+            raise ConfigError(f"{path} is damaged: it holds no object; delete the file")
+        return body
 
 
 def _no_run(root: Path) -> str:
@@ -222,18 +281,9 @@ def _no_run(root: Path) -> str:
     return f"{root} is not a run directory: it has no run.json{hint}"
 
 
-def _read_json(path: Path) -> dict[str, Any] | None:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return None
-
-
 def write_atomically(path: Path, text: str) -> None:
     """Replaces the file: readers see the old text or the new text, never a part."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(path)
+    write_beneath(path.parent, path, text.encode("utf-8"))
 
 
 def write_private(path: Path, text: str) -> None:

@@ -142,9 +142,10 @@ class Publication:
 
     def __init__(self, run: RunDir, name: str, project: str, config: Mapping[str, Any]) -> None:
         check_sink(name)
+        self._run = run
         self._bookmark = run.root / "sinks" / f"{name}.offset"
-        self._bookmark.parent.mkdir(exist_ok=True)
-        self._following = Following(run.metrics_path, _read(self._bookmark))
+        run.check(run.root / name)  # where the library writes
+        self._following = Following(run.metrics_path, _read(run, self._bookmark))
         self._sink = SINKS[name](run, project, config)
         self.sent = 0
 
@@ -155,12 +156,15 @@ class Publication:
             if (figures := figures_of(line)) is not None:
                 self._sink.write(figures)
                 self.sent += 1
-        self._bookmark.write_text(str(self._following.offset))
+        self._run.write(self._bookmark, str(self._following.offset).encode())
         return bool(lines)
 
     def close(self) -> None:
         self._sink.close()
 
 
-def _read(bookmark: Path) -> int:
-    return int(bookmark.read_text() or 0) if bookmark.exists() else 0
+def _read(run: RunDir, bookmark: Path) -> int:
+    try:
+        return int(run.read(bookmark) or 0)
+    except FileNotFoundError:
+        return 0

@@ -69,8 +69,8 @@ def durations_in(root: Path, pipeline: str) -> Work:
     delivered: list[float] = []
     generated: dict[str, list[tuple[float, float]]] = {}
     updates: list[float] = []
-    path = RunDir.open(root).metrics_path
-    for line in path.read_bytes().splitlines() if path.exists() else ():
+    run = RunDir.open(root)
+    for line in run.read(run.metrics_path).splitlines() if run.metrics_path.exists() else ():
         entry = orjson.loads(line)
         if entry["kind"] == "step" and entry["pipeline"] == pipeline:
             steps.append(entry["step_s"])
@@ -118,9 +118,10 @@ def durations_in(root: Path, pipeline: str) -> Work:
 
 def samples_per_s_in(root: Path, pipeline: str) -> float:
     """Throughput of a run after its warm-up."""
+    run = RunDir.open(root)
     steps = [
         (entry["at"], entry["samples"])
-        for line in RunDir.open(root).metrics_path.read_bytes().splitlines()
+        for line in run.read(run.metrics_path).splitlines()
         if (entry := orjson.loads(line))["kind"] == "step" and entry["pipeline"] == pipeline
     ]
     steady = steps[int(WARM_UP * len(steps)) :]

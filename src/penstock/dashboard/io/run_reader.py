@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import json
 import math
+import os
 import threading
 import time
 import tomllib
@@ -58,9 +59,9 @@ class RunReader:
         self.samples: dict[str, SampleIndex] = {}
         self._sample_files: dict[str, Following] = {}
         self._metrics = Following(self.run.metrics_path)
-        if _size(self.run.metrics_path) > LONG_BYTES:
+        if _size(self.run, self.run.metrics_path) > LONG_BYTES:
             self.folds.tail = MetricsFold()
-            self.folds.tail.take(tail_of(self.run.metrics_path, LONG_BYTES).splitlines())
+            self.folds.tail.take(tail_of(self.run, self.run.metrics_path, LONG_BYTES).splitlines())
         self._logs: dict[str, Following] = {}
         self._newest_seq = 0
         self._config_at = 0.0
@@ -99,7 +100,7 @@ class RunReader:
         with self.lock:
             if self._caught_up:
                 return 1.0
-            size = _size(self.run.metrics_path)
+            size = _size(self.run, self.run.metrics_path)
             shares = [self._metrics.offset / size if size else 1.0]
             if self._newest_seq:
                 shares.append(self.seq / self._newest_seq)
@@ -170,22 +171,24 @@ class RunReader:
 
     def _discover(self) -> None:
         """Finds new logs and sample files. A log is read from its last megabyte on."""
-        for path in self.run.root.glob("logs/*.log"):
-            if path.stem not in self._logs and not path.is_symlink():  # a link may point to any file
-                self._logs[path.stem] = Following(path, max(0, _size(path) - LOG_BYTES_AT_FIRST))
-        for path in self.run.root.glob("rollouts/*/*.jsonl"):
+        for path in self.run.files("logs/*.log"):
+            if path.stem not in self._logs:
+                first = max(0, _size(self.run, path) - LOG_BYTES_AT_FIRST)
+                self._logs[path.stem] = Following(path, first, root=self.run.root)
+        for path in self.run.files("rollouts/*/*.jsonl"):
             name = f"{path.parent.name}/{path.stem}"
-            if name not in self._sample_files and not (path.is_symlink() or path.parent.is_symlink()):
-                self._sample_files[name] = Following(path)
+            if name not in self._sample_files:
+                self._sample_files[name] = Following(path, root=self.run.root)
                 self.samples[name] = SampleIndex()
 
     def _read_config(self) -> None:
         """A resumed run may have a changed one. If it cannot be read, the pipelines are those of the journal."""
         try:
-            changed_at = self.run.config_path.stat().st_mtime
-            if changed_at == self._config_at:
-                return
-            config = tomllib.loads(self.run.config_path.read_text(encoding="utf-8"))
+            with self.run.open_file(self.run.config_path) as file:
+                changed_at = os.fstat(file.fileno()).st_mtime
+                if changed_at == self._config_at:
+                    return
+                config = tomllib.load(file)
             self.settings = settings_table.rows(config)
             self._configured = tuple(_facts(section) for section in config.get("pipeline", ()))
             self.stall_after_s = float(config["control"]["stall_after_s"])
@@ -207,9 +210,9 @@ class RunReader:
 
     def failure_reports(self) -> dict[str, str]:
         reports = {}
-        for path in sorted(self.run.root.glob("failures/*.json")):
+        for path in self.run.files("failures/*.json"):
             try:
-                reports[path.stem] = str(json.loads(path.read_text(encoding="utf-8"))["message"])
+                reports[path.stem] = str(json.loads(self.run.read(path))["message"])
             except (OSError, ValueError, KeyError, TypeError):
                 reports[path.stem] = "its failure report cannot be read"
         return reports
@@ -239,7 +242,7 @@ class RunReader:
         """The last lines of one process's log."""
         if process not in self._logs:
             raise ConfigError(f"there is no log of {process!r}; there are {', '.join(self.logs())}")
-        return tail_of(self.run.log_path(process), TAIL_BYTES).decode("utf-8", "replace")
+        return tail_of(self.run, self.run.log_path(process), TAIL_BYTES).decode("utf-8", "replace")
 
     def source(self, name: str) -> SampleIndex:
         if name not in self.samples:
@@ -251,24 +254,24 @@ class RunReader:
         pipeline, _, stem = name.partition("/")
         if row.size > MOST_SAMPLE_BYTES:
             raise ConfigError(f"sample {row.sample} is {row.size} bytes long, too long to be shown")
-        with (self.run.rollouts(pipeline) / f"{stem}.jsonl").open("rb") as file:
+        with self.run.open_file(self.run.rollouts(pipeline) / f"{stem}.jsonl") as file:
             file.seek(row.offset)
             return orjson.loads(file.read(row.size))
 
 
 def silent_s(run: RunDir) -> float | None:
     """Seconds since the last line was written; None if there is none. (Reading a journal touches its files.)"""
-    times = [path.stat().st_mtime for path in (run.metrics_path, *run.root.glob("logs/*.log")) if path.exists()]
+    written = [*run.files(run.metrics_path.name), *run.files("logs/*.log")]
+    times = [path.stat(follow_symlinks=False).st_mtime for path in written]
     return max(0.0, time.time() - max(times)) if times else None
 
 
 def ending_of(run: RunDir) -> dict[str, Any] | None:
     """The ending that the supervisor wrote, or None if it cannot be read."""
     try:
-        ending = run.read_ending()
-    except (OSError, ValueError):
+        return run.read_ending()
+    except (OSError, PenstockError):
         return None
-    return ending if isinstance(ending, dict) else None
 
 
 def _facts(section: dict[str, Any]) -> PipelineFacts:
@@ -280,17 +283,18 @@ def _facts(section: dict[str, Any]) -> PipelineFacts:
     )
 
 
-def tail_of(path: Path, most_bytes: int) -> bytes:
-    """The last whole lines of a file, at most `most_bytes`."""
-    with path.open("rb") as file:
+def tail_of(run: RunDir, path: Path, most_bytes: int) -> bytes:
+    """The last whole lines of a file of the run, at most `most_bytes`."""
+    with run.open_file(path) as file:
         size = file.seek(0, 2)
         file.seek(max(0, size - most_bytes))
         text = file.read(most_bytes)
     return text[text.find(b"\n") + 1 :] if size > most_bytes else text
 
 
-def _size(path: Path) -> int:
+def _size(run: RunDir, path: Path) -> int:
     try:
-        return path.stat().st_size
+        with run.open_file(path) as file:
+            return os.fstat(file.fileno()).st_size
     except OSError:
         return 0

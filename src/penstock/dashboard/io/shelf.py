@@ -62,7 +62,7 @@ class Shelf:
         root = self._directory(name)
         try:
             run = RunDir.open(root)
-            made = json.loads((root / "run.json").read_text(encoding="utf-8"))
+            made = json.loads(run.read(run.root / "run.json"))
             ending = ending_of(run) or {}
         except (PenstockError, OSError, ValueError) as error:
             return {"id": name, "trouble": str(error)}
@@ -72,17 +72,17 @@ class Shelf:
             "penstock": made.get("penstock"),
             "alive": run.is_supervised(),
             "ended": ending.get("how"),
-            "steps": latest_steps(run.metrics_path),
+            "steps": latest_steps(run),
         }
 
     def __repr__(self) -> str:
         return f"<Shelf {self._path}: {len(self._open)} runs open>"
 
 
-def latest_steps(metrics: Path) -> dict[str, dict[str, Any]]:
+def latest_steps(run: RunDir) -> dict[str, dict[str, Any]]:
     """Step and reward of each pipeline, from the last lines."""
     try:
-        lines = tail_of(metrics, TAIL_BYTES).splitlines()
+        lines = tail_of(run, run.metrics_path, TAIL_BYTES).splitlines()
     except OSError:
         return {}
     fold = MetricsFold()
