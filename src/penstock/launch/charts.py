@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import html
 import math
 from collections.abc import Sequence
+
+from penstock.launch.markup import Markup, filled, joined
 
 WIDTH, HEIGHT = 460, 220
 LEFT, RIGHT, TOP, BOTTOM = 54, 12, 26, 30
@@ -12,10 +13,10 @@ SMOOTHING_STEPS = 10
 MOST_POINTS = 600
 
 
-def curve_svg(points: Sequence[tuple[float, float]], *, title: str, smooth: bool = True) -> str:
+def curve_svg(points: Sequence[tuple[float, float]], *, title: str, smooth: bool = True) -> Markup:
     """A chart of (step, value): a thin line for each step, a thick line for the mean of the last ten steps."""
     if not points:
-        return ""
+        return Markup()
     xs, ys = [x for x, _ in points], [y for _, y in points]
     x_ticks, y_ticks = _ticks(min(xs), max(xs), whole=True), _ticks(min(ys), max(ys))
     low_x, high_x = min(xs[0], x_ticks[0]), max(xs[-1], x_ticks[-1])
@@ -26,32 +27,37 @@ def curve_svg(points: Sequence[tuple[float, float]], *, title: str, smooth: bool
         up = (y - low_y) / ((high_y - low_y) or 1)
         return LEFT + across * (WIDTH - LEFT - RIGHT), HEIGHT - BOTTOM - up * (HEIGHT - TOP - BOTTOM)
 
-    parts = [
+    head = (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" height="{HEIGHT}" '
-        f'role="img" aria-label="{html.escape(title)}" font-family="system-ui, sans-serif" font-size="11">',
-        f'<text x="{LEFT}" y="15" font-weight="600" fill="#222">{html.escape(title)}</text>',
-    ]
+        'role="img" aria-label="{}" font-family="system-ui, sans-serif" font-size="11">'
+        f'<text x="{LEFT}" y="15" font-weight="600" fill="#222">{{}}</text>'
+    )
+    parts = [filled(head, title, title)]
     for tick in y_ticks:
         _, y = at(low_x, tick)
-        parts.append(f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}" stroke="#e4e4e4"/>')
-        parts.append(f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end" fill="#555">{tick:g}</text>')
+        parts.append(Markup(f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}" stroke="#e4e4e4"/>'))
+        parts.append(Markup(f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end" fill="#555">{tick:g}</text>'))
     for tick in x_ticks:
         x, y = at(tick, low_y)
-        parts.append(f'<text x="{x:.1f}" y="{y + 15:.1f}" text-anchor="middle" fill="#555">{tick:g}</text>')
+        parts.append(Markup(f'<text x="{x:.1f}" y="{y + 15:.1f}" text-anchor="middle" fill="#555">{tick:g}</text>'))
     drawn = [at(x, y) for x, y in _thinned(points)]
     parts.append(_line(drawn, "#9ecae1", 1) if smooth else _line(drawn, "#08519c", 2))
     if not smooth:
-        parts += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="#08519c"/>' for x, y in drawn]
+        parts += [_dot(x, y) for x, y in drawn]
     elif len(points) > 2:
         parts.append(_line([at(x, y) for x, y in _thinned(list(zip(xs, _smoothed(ys), strict=True)))], "#08519c", 2))
     if len(points) == 1:
-        parts.append(f'<circle cx="{drawn[0][0]:.1f}" cy="{drawn[0][1]:.1f}" r="3" fill="#08519c"/>')
-    return "".join([*parts, "</svg>"])
+        parts.append(_dot(*drawn[0]))
+    return joined([*parts, Markup("</svg>")])
 
 
-def _line(points: Sequence[tuple[float, float]], colour: str, width: int) -> str:
+def _dot(x: float, y: float) -> Markup:
+    return Markup(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="#08519c"/>')
+
+
+def _line(points: Sequence[tuple[float, float]], colour: str, width: int) -> Markup:
     path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
-    return f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="{width}"/>'
+    return Markup(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="{width}"/>')
 
 
 def _thinned(points: Sequence[tuple[float, float]]) -> Sequence[tuple[float, float]]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import html
 import os
 import signal
 import subprocess
@@ -30,8 +29,10 @@ from penstock.config.pipeline import PipelineSection
 from penstock.config.run import Config
 from penstock.errors import INTERRUPTED, ConfigError, PenstockError, RunFailed
 from penstock.launch.charts import curve_svg
+from penstock.launch.markup import filled, joined
 from penstock.launch.summary import plot, read_curves
 from penstock.launch.user_code import UserCode
+from penstock.runtime.beneath import read_beneath
 from penstock.runtime.following import Following
 from penstock.runtime.interpreter import python_command, search_path
 from penstock.runtime.named import nearest
@@ -218,7 +219,7 @@ class Picture:
     path: Path
 
     def _repr_png_(self) -> bytes:
-        return self.path.read_bytes()
+        return read_beneath(self.path.parents[1], self.path)
 
 
 class Run:
@@ -302,7 +303,7 @@ class Run:
         if state == "failed":
             ending = self._run.read_ending()
             if ending is not None:
-                raise (ConfigError if ending.get("mistake") else RunFailed)(ending["sentence"])
+                raise (ConfigError if ending.get("mistake") else RunFailed)(str(ending.get("sentence")))
             raise ConfigError(self._last_lines())
         if state == "killed":
             raise RunFailed(f"{self.path} was killed; resume with: penstock run --resume {self.path}")
@@ -313,9 +314,10 @@ class Run:
         if self._process is None and self.config.launch.kind == "ray":
             raise ConfigError(f"{self.path} runs on Ray; stop it with: penstock attach {self.path} --stop")
         if self._is_live():
-            pid = self._process.pid if self._process is not None else int(self._run.lock_path.read_text())
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGINT)
+            pid = self._process.pid if self._process is not None else self._run.supervisor_pid()
+            if pid is not None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGINT)
         return self.wait(timeout_s)
 
     def metrics(self, pipeline: str | None = None, kind: str = "step") -> Any:
@@ -339,11 +341,10 @@ class Run:
 
     def log(self, process: str = CONSOLE) -> str:
         """The log of a process; `console` is the terminal output of the run."""
-        path = self._run.log_path(process)
-        if not path.exists():
-            known = sorted(one.stem for one in path.parent.glob("*.log"))
-            raise ConfigError(f"there is no log {process!r}{nearest(process, known)}")
-        return path.read_text(encoding="utf-8", errors="replace")
+        logs = {path.stem: path for path in self._run.files("logs/*.log")}
+        if process not in logs:
+            raise ConfigError(f"there is no log {process!r}{nearest(process, logs)}")
+        return self._run.read(logs[process]).decode("utf-8", "replace")
 
     def _last_lines(self) -> str:
         try:
@@ -380,8 +381,8 @@ class Run:
         return read_curves(self._run.metrics_path)
 
     def _repr_html_(self) -> str:
-        parts = [f"<b>{html.escape(self.path.name)}</b>: {self.state}"]
+        parts = [filled("<b>{}</b>: {}", self.path.name, self.state)]
         for name, curve in sorted(self._curves().items()):
             if curve.rewards:
                 parts.append(curve_svg(curve.points(), title=f"{name}: reward"))
-        return "<br>".join(parts)
+        return joined(parts, "<br>")

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import html
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from typing import Any
 
 import orjson
 
 from penstock.launch.charts import curve_svg
+from penstock.launch.markup import POLICY, Markup, filled, joined
 from penstock.launch.python import Run
+from penstock.launch.summary import read_entries
 from penstock.runtime.rundir import RunDir
 
 SAMPLES_SHOWN = 8
@@ -43,82 +43,92 @@ white-space: pre-wrap } .policy { background: var(--policy) } .scroll { overflow
 """
 
 
+PAGE = (
+    '<!doctype html><html lang=en><head><meta charset="utf-8"><meta http-equiv="Content-Security-Policy" content="{}">'
+    '<meta name="viewport" content="width=device-width"><title>{}</title><style>{}</style></head><body>{}</body>'
+)
+
+
 def report(run: RunDir) -> str:
     """The whole page."""
-    steps, evaluations, gauges = _metrics(run.metrics_path)
+    steps, evaluations, gauges = _metrics(run)
     ending = run.read_ending()
-    status = (ending or {}).get("status") or {}
-    pipelines = status.get("pipelines") or gauges
+    status = _table_in(ending or {}, "status")
+    pipelines = {name: _table_in(gauges, name) for name in gauges}
+    pipelines |= {name: _table_in(ending, name) for ending in [_table_in(status, "pipelines")] for name in ending}
     names = list(steps) or list(pipelines)
     parts = [_head(run, ending), _summary(names, steps, evaluations, pipelines)]
     for name in names:
-        parts.append(f"<h2>{_text(name)}</h2>")
+        parts.append(filled("<h2>{}</h2>", name))
         charts = list(_charts(steps.get(name, {}), evaluations.get(name, {})))
         first, more = charts[:CHARTS_SHOWN], charts[CHARTS_SHOWN:]
-        parts.append(f'<div class="charts">{"".join(first)}</div>')
+        parts.append(filled('<div class="charts">{}</div>', joined(first)))
         if more:
-            parts.append(
-                f'<details><summary>{len(more)} more</summary><div class="charts">{"".join(more)}</div></details>'
-            )
-        parts.append(_samples(run.rollouts(name) / "samples.jsonl"))
+            details = '<details><summary>{} more</summary><div class="charts">{}</div></details>'
+            parts.append(filled(details, len(more), joined(more)))
+        parts.append(_samples(run, name))
         parts.append(_accounting(pipelines.get(name, {})))
     parts.append(_faults(run))
-    config = run.config_path.read_text(encoding="utf-8")
-    parts.append(f"<h2>Configuration</h2><details><summary>config.toml</summary><pre>{_text(config)}</pre></details>")
-    head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{_text(run.root.name)}'
-    return (
-        f"<!doctype html><html lang=en><head>{head}</title><style>{STYLE}</style></head><body>{''.join(parts)}</body>"
-    )
+    config = run.read(run.config_path).decode("utf-8", "replace")
+    folded = "<h2>Configuration</h2><details><summary>config.toml</summary><pre>{}</pre></details>"
+    parts.append(filled(folded, config))
+    return filled(PAGE, POLICY, run.root.name, Markup(STYLE), joined(parts))
+
+
+def _table_in(table: dict[str, Any], key: str) -> dict[str, Any]:
+    """The table at that key; an empty one if there is another value or none."""
+    found = table.get(key)
+    return found if isinstance(found, dict) else {}
 
 
 Steps = dict[str, dict[int, dict[str, Any]]]
 
 
-def _metrics(path: Path) -> tuple[Steps, Steps, dict[str, Any]]:
+def _metrics(run: RunDir) -> tuple[Steps, Steps, dict[str, Any]]:
     """Steps and evaluations by pipeline, and the last gauges. A step that was retrained replaces its first attempt."""
     steps: Steps = defaultdict(dict)
     evaluations: Steps = defaultdict(dict)
     gauges: dict[str, Any] = {}
-    for line in path.read_bytes().splitlines() if path.exists() else []:
-        try:
-            entry = orjson.loads(line)
-        except orjson.JSONDecodeError:
-            continue
-        match entry.get("kind"):
-            case "step":
-                steps[entry["pipeline"]][entry["step"]] = entry
-            case "evaluation" if entry.get("eval/reward") is not None:
-                evaluations[entry["pipeline"]][entry["version"]] = entry
-            case "gauges":
-                gauges = entry.get("pipelines", gauges)
+    for entry in read_entries(run.metrics_path):
+        match entry:
+            case {"kind": "step", "pipeline": str(name), "step": int(step)}:
+                steps[name][step] = entry
+            case {"kind": "evaluation", "pipeline": str(name), "version": int(version), "eval/reward": float() | int()}:
+                evaluations[name][version] = entry
+            case {"kind": "gauges", "pipelines": dict(found)}:
+                gauges = found
     return steps, evaluations, gauges
 
 
-def _head(run: RunDir, ending: dict[str, Any] | None) -> str:
+def _head(run: RunDir, ending: dict[str, Any] | None) -> Markup:
     how = Run(run.root).state
     sentence = "" if ending is None else ending.get("sentence", "")
-    wall = "" if ending is None or "wall_s" not in ending else f" after {ending['wall_s']:.0f} s"
+    wall_s = None if ending is None else ending.get("wall_s")
+    wall = f" after {wall_s:.0f} s" if isinstance(wall_s, int | float) else ""
     made = time.strftime("%Y-%m-%d %H:%M", time.localtime(_made_at(run)))
     kind = "ok" if how in ("complete", "running") else "bad"
-    message = f"<pre>{_text(sentence)}</pre>" if sentence else ""
-    return f'<h1>{_text(run.root.name)}</h1><p><span class="{kind}">{_text(how)}</span>{wall} · {made}</p>{message}'
+    message = filled("<pre>{}</pre>", sentence) if sentence else Markup()
+    line = '<h1>{}</h1><p><span class="{}">{}</span>{} · {}</p>{}'
+    return filled(line, run.root.name, kind, how, wall, made, message)
 
 
 def _made_at(run: RunDir) -> float:
     try:
-        return float(orjson.loads((run.root / "run.json").read_bytes())["made_at"])
+        return float(orjson.loads(run.read(run.root / "run.json"))["made_at"])
     except (OSError, ValueError, KeyError, TypeError):
         return run.root.stat().st_mtime
 
 
-def _summary(names: Iterable[str], steps: Steps, evaluations: Steps, pipelines: dict[str, Any]) -> str:
+def _summary(names: Iterable[str], steps: Steps, evaluations: Steps, pipelines: dict[str, Any]) -> Markup:
     rows = []
     for name in names:
         rewards = [
             entry["reward"] for _, entry in sorted(steps.get(name, {}).items()) if entry.get("reward") is not None
         ]
         points = [entry for _, entry in sorted(evaluations.get(name, {}).items())]
-        last = f"{points[-1]['eval/reward']:.4g} ± {points[-1]['eval/reward_stderr']:.2g}" if points else "–"
+        last = (
+            f"{_shown(points[-1]['eval/reward'])} ± {_shown(points[-1].get('eval/reward_stderr'))}" if points else "–"
+        )
         one = pipelines.get(name, {})
         rows.append(
             (
@@ -126,8 +136,8 @@ def _summary(names: Iterable[str], steps: Steps, evaluations: Steps, pipelines: 
                 f"{one.get('step', len(rewards))} / {one.get('steps', '?')}",
                 f"{_mean(rewards[:10])} → {_mean(rewards[-10:])}",
                 last,
-                f"{one.get('samples_trained', 0):,}",
-                f"{one.get('samples_dropped', 0):,}",
+                _count(one.get("samples_trained", 0)),
+                _count(one.get("samples_dropped", 0)),
             )
         )
     return _table(
@@ -135,7 +145,7 @@ def _summary(names: Iterable[str], steps: Steps, evaluations: Steps, pipelines: 
     )
 
 
-def _charts(steps: dict[int, dict[str, Any]], evaluations: dict[int, dict[str, Any]]) -> Iterator[str]:
+def _charts(steps: dict[int, dict[str, Any]], evaluations: dict[int, dict[str, Any]]) -> Iterator[Markup]:
     if evaluations:
         points = [(float(version), entry["eval/reward"]) for version, entry in sorted(evaluations.items())]
         yield curve_svg(points, title="evaluation: reward", smooth=False)
@@ -144,35 +154,41 @@ def _charts(steps: dict[int, dict[str, Any]], evaluations: dict[int, dict[str, A
     ordered += sorted(found - set(FIRST_CHARTS) - NOT_CHARTED)
     for key in ordered:
         points = [
-            (float(step), float(entry[key])) for step, entry in sorted(steps.items()) if entry.get(key) is not None
+            (float(step), float(entry[key]))
+            for step, entry in sorted(steps.items())
+            if isinstance(entry.get(key), int | float)
         ]
         if len({value for _, value in points}) > 1 or key == "reward":
             yield curve_svg(points, title=key)
 
 
-def _samples(path: Path) -> str:
+def _samples(run: RunDir, name: str) -> Markup:
     """Samples of the last step that was written."""
     try:
-        lines = [orjson.loads(line) for line in path.read_bytes().splitlines() if line.endswith(b"}")]
+        text = run.read(run.rollouts(name) / "samples.jsonl")
+        lines = [orjson.loads(line) for line in text.splitlines() if line.startswith(b"{") and line.endswith(b"}")]
     except (OSError, orjson.JSONDecodeError):
-        return ""
-    last = [entry for entry in lines if entry["step"] == lines[-1]["step"]][:SAMPLES_SHOWN] if lines else []
-    rows = []
-    for entry in last:
-        rows.append((f"{entry['sample']}", f"{entry['reward']:.4g}", _Raw(f"<code>{_written(entry)}</code>")))
+        return Markup()
+    last = [entry for entry in lines if entry.get("step") == lines[-1].get("step")][:SAMPLES_SHOWN]
+    rows = [
+        (_shown(entry.get("sample")), _shown(entry.get("reward")), filled("<code>{}</code>", _written(entry)))
+        for entry in last
+    ]
     if not rows:
-        return ""
+        return Markup()
     column = "text (policy in green)" if "pieces" in last[0] else ""
-    return f"<h3>Samples of step {last[0]['step']}</h3>" + _table(("sample", "reward", column), rows)
+    title = filled("<h3>Samples of step {}</h3>", _shown(last[0].get("step")))
+    return joined([title, _table(("sample", "reward", column), rows)])
 
 
 def _written(sample: dict[str, Any]) -> str:
     """The prompt and the completion; for an episode without text, its figures."""
-    if "pieces" not in sample:
+    pieces = sample.get("pieces")
+    if not isinstance(pieces, list):
         figures = {key: value for key, value in sample.items() if key not in IN_OTHER_COLUMNS}
         line = ", ".join(f"{key} {_shown(value)}" for key, value in figures.items())
-        return _text(line[:SAMPLE_CHARACTERS])
-    return "".join(_piece(one) for one in sample["pieces"])
+        return line[:SAMPLE_CHARACTERS]
+    return joined([_piece(one) for one in pieces if isinstance(one, dict)])
 
 
 def _shown(value: Any) -> str:
@@ -182,24 +198,26 @@ def _shown(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else f"{value}"
 
 
-def _piece(piece: dict[str, Any]) -> str:
+def _piece(piece: dict[str, Any]) -> Markup:
     text = str(piece.get("text", piece.get("token_ids", "")))
-    return f'<span class="{_text(piece.get("by", ""))}">{_text(text[:SAMPLE_CHARACTERS])}</span>'
+    return filled('<span class="{}">{}</span>', piece.get("by", ""), text[:SAMPLE_CHARACTERS])
 
 
-def _accounting(one: dict[str, Any]) -> str:
+def _accounting(one: dict[str, Any]) -> Markup:
     """Every issued sample is counted in exactly one of these rows."""
     if not one:
-        return ""
+        return Markup()
     states = [key for key in one if key.startswith("samples_") and key.removeprefix("samples_") in STATES]
-    rows = [(key.removeprefix("samples_"), f"{one[key]:,}") for key in states]
+    rows = [(key.removeprefix("samples_"), _count(one[key])) for key in states]
     rows += [
-        (f"dropped: {key.removeprefix('dropped_')}", f"{value:,}") for key, value in one.items() if _dropped(key, value)
+        (f"dropped: {key.removeprefix('dropped_')}", _count(value))
+        for key, value in one.items()
+        if _dropped(key, value)
     ]
-    rows.append(("issued in all", f"{one.get('issued', 0):,}"))
+    rows.append(("issued in all", _count(one.get("issued", 0))))
     error = one.get("conservation_error", 0)
     verdict = "adds up" if not error else f"differs by {error}"
-    return f"<h3>Accounting: {verdict}</h3>" + _table(("state", "samples"), rows)
+    return joined([filled("<h3>Accounting: {}</h3>", verdict), _table(("state", "samples"), rows)])
 
 
 STATES = ("leased", "delivered", "buffered", "dispatched", "trained", "dropped")
@@ -209,36 +227,28 @@ def _dropped(key: str, value: Any) -> bool:
     return key.startswith("dropped_") and bool(value)
 
 
-def _faults(run: RunDir) -> str:
+def _faults(run: RunDir) -> Markup:
     """Processes that failed, and warnings of the supervisor."""
     log = run.log_path("supervisor")
-    lines = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.exists() else []
+    lines = run.read(log).decode("utf-8", "replace").splitlines() if log in run.files("logs/*.log") else []
     warnings = [line for line in lines if " WARNING " in line or " ERROR " in line]
     rows = [(line.split(" supervisor ", 1)[0][:23], line.partition(": ")[2]) for line in warnings[-FAULTS_SHOWN:]]
-    for path in sorted((run.root / "failures").glob("*.json")):
+    for path in run.files("failures/*.json"):
         failure = run.read_failure(path.stem) or {}
         rows.append((path.stem, str(failure.get("message", ""))))
     if not rows:
-        return "<h2>Faults</h2><p>None: no process was restarted, and no warning was written.</p>"
-    return "<h2>Faults</h2>" + _table(("when, or process", "what"), rows)
+        return Markup("<h2>Faults</h2><p>None: no process was restarted, and no warning was written.</p>")
+    return joined([Markup("<h2>Faults</h2>"), _table(("when, or process", "what"), rows)])
 
 
-class _Raw(str):
-    """Text that is already HTML."""
+def _table(columns: Iterable[str], rows: Iterable[Iterable[str]]) -> Markup:
+    head = joined([filled("<th>{}</th>", column) for column in columns])
+    body = joined([filled("<tr>{}</tr>", joined([filled("<td>{}</td>", cell) for cell in row])) for row in rows])
+    return filled('<div class="scroll"><table><tr>{}</tr>{}</table></div>', head, body)
 
 
-def _table(columns: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    head = "".join(f"<th>{_text(column)}</th>" for column in columns)
-    body = "".join(f"<tr>{''.join(f'<td>{_cell(cell)}</td>' for cell in row)}</tr>" for row in rows)
-    return f'<div class="scroll"><table><tr>{head}</tr>{body}</table></div>'
-
-
-def _cell(cell: str) -> str:
-    return cell if isinstance(cell, _Raw) else _text(cell)
-
-
-def _text(text: str) -> str:
-    return html.escape(str(text))
+def _count(value: Any) -> str:
+    return f"{value:,}" if isinstance(value, int) else f"{value}"
 
 
 def _mean(values: list[float]) -> str:

@@ -1,0 +1,210 @@
+"""A run directory that a stranger made: no command follows a link out of it, runs its code, or shows its text raw."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from html.parser import HTMLParser
+from pathlib import Path
+
+import msgspec
+import pytest
+from typer.testing import CliRunner, Result
+
+import penstock
+from penstock.cli.main import app
+from penstock.config.load import dump, validate
+from penstock.journal.writer import Journal
+from penstock.launch.report import report
+from penstock.records.ids import PipelineName
+from penstock.runtime.rundir import RunDir
+
+SECRET = "nobody-may-read-this"
+SCRIPT = "<script>stolen()</script><img src=x onerror=stolen()>"
+TABLES = {
+    "env": {"name": "copy"},
+    "model": {"kind": "tiny", "hidden": 16, "layers": 1, "heads": 2},
+    "rollout": {"max_new_tokens": 2},
+}
+
+
+def penstock_command(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(app, [str(one) for one in arguments])
+
+
+def write_lines(path: Path, *records: Mapping[str, object]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    """A run with all files that a reader uses."""
+    pipeline = {"name": "p", "steps": 4, **TABLES}
+    run = RunDir.create(tmp_path / "runs", "r", dump(validate({"pipeline": [pipeline]})), "0")
+    steps = [
+        {"kind": "step", "at": 1e9 + step, "pipeline": "p", "step": step, "reward": step / 4, "loss": 0.5 * step}
+        | {"staleness_mean": 0.0, "staleness_max": 0}
+        for step in range(3)
+    ]
+    write_lines(run.metrics_path, *steps)
+    sample = {"step": 2, "prompt": 1, "sample": 5, "version": 0, "reward": 0.5, "length": 3}
+    pieces = [{"by": "context", "text": "say>"}, {"by": "policy", "text": "written"}]
+    write_lines(run.rollouts("p") / "samples.jsonl", sample | {"pieces": pieces})
+    run.log_path("controller").write_text("a line of the log\n")
+    run.write_failure("p.trainer", "RunFailed", "it failed", 1)
+    journal = Journal(run.journal_path, run.run_id)
+    event = {"type": "ask_batch", "member": "m", "step": 2}
+    notes = {"batch": [(3, 0, [5, 6])]}
+    journal.append(PipelineName("p"), 1e9, msgspec.msgpack.encode(event), msgspec.msgpack.encode(notes))
+    journal.close(5.0)
+    run.write_ending("complete", status={"pipelines": {"p": {"step": 3, "steps": 4, "conservation_error": 0}}})
+    return run
+
+
+@pytest.fixture
+def outside(tmp_path: Path) -> Path:
+    """Another folder of the user, with a file for every name that a reader or a writer of a run uses."""
+    folder = tmp_path / "outside"
+    for name in ("p/samples.jsonl", "controller.log", "p.trainer.json", "rewards.png", "tensorboard.offset", "file"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(json.dumps({"message": SECRET, "pieces": [], "step": 1, "sample": 1}) + "\n")
+    return folder
+
+
+def everything_in(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+READERS: dict[str, Callable[[RunDir, Path], object]] = {
+    "report": lambda run, place: penstock_command("report", run.root),
+    "export": lambda run, place: penstock_command("dashboard", run.root, "--export", place / "run.html"),
+    "story": lambda run, place: penstock_command("story", run.root, "step:2"),
+    "doctor": lambda run, place: penstock_command("doctor", run.root),
+    "doctor of the past": lambda run, place: penstock_command("doctor", run.root, "--at", "1"),
+    "replay": lambda run, place: penstock_command("replay", run.root),
+    "publish": lambda run, place: penstock_command("publish", run.root, "--to", "tensorboard"),
+    "notebook": lambda run, place: penstock.Run(run.root)._repr_html_(),
+    "plot": lambda run, place: penstock.Run(run.root).plot(),
+    "metrics": lambda run, place: penstock.Run(run.root).metrics(),
+}
+LINKED = {
+    "marker": ["run.json"],
+    "configuration": ["config.toml"],
+    "journal": ["journal.sqlite"],
+    "journal's files": ["journal.sqlite-wal", "journal.sqlite-shm"],
+    "small files": ["metrics.jsonl", "ending.json", "token", "controller.json", "supervisor.lock"],
+    "folders": ["logs", "rollouts", "failures", "plots", "sinks", "tensorboard", "checkpoints"],
+    "a folder in a folder": ["rollouts/p", "checkpoints/p"],
+    "files in folders": [
+        *("logs/controller.log", "rollouts/p/samples.jsonl", "failures/p.trainer.json"),
+        *("report.html", "plots/rewards.png", "plots/rewards.svg", "sinks/tensorboard.offset"),
+    ],
+}
+
+
+def link(path: Path, outside: Path) -> None:
+    """Puts a link to the same name outside in the place of the file or the folder."""
+    same = outside / path.name
+    folder = path.name in ("logs", "rollouts", "failures", "plots", "sinks", "tensorboard", "checkpoints")
+    target = outside if folder else same if same.exists() else outside / "file"
+    if path.is_dir():
+        path.rename(path.with_name(f"former-{path.name}"))
+    path.unlink(missing_ok=True)
+    path.parent.mkdir(exist_ok=True)
+    path.symlink_to(target)
+
+
+@pytest.mark.parametrize("names", LINKED.values(), ids=LINKED)
+def test_no_link_is_followed(names: list[str], run: RunDir, outside: Path, tmp_path: Path):
+    for name in names:
+        link(run.root / name, outside)
+    before = everything_in(outside)
+    shown = tmp_path / "shown"
+    shown.mkdir()
+    for read in READERS.values():
+        try:
+            result = read(run, shown)
+        except (penstock.PenstockError, OSError) as error:
+            result = error
+        said = result.output + str(result.exception) if isinstance(result, Result) else str(result)
+        assert SECRET not in said
+    assert everything_in(outside) == before
+    written = [run.root / "report.html", shown / "run.html"]
+    assert not [path for path in written if not path.is_symlink() and path.exists() and SECRET in path.read_text()]
+
+
+def test_without_links_every_reader_works(run: RunDir, tmp_path: Path):
+    """The witness of the test above: its commands read and write when nothing is linked."""
+    pytest.importorskip("tensorboard")
+    for name in ("report", "export", "story", "publish"):
+        result = READERS[name](run, tmp_path)
+        assert isinstance(result, Result)
+        assert result.exit_code == 0, (name, result.output, result.exception)
+    READERS["plot"](run, tmp_path)
+    made = ["report.html", "plots/rewards.png", "plots/rewards.svg", "sinks/tensorboard.offset"]
+    assert all((run.root / name).is_file() for name in made)
+    assert "a line of the log" in (tmp_path / "run.html").read_text()
+    assert "written" in report(run)
+
+
+class Elements(HTMLParser):
+    """The elements of a page and all their attributes."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.attributes: list[str] = []
+        self.policy = ""
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += [name for name, _ in attrs]
+        named = dict(attrs)
+        if tag == "meta" and named.get("http-equiv") == "Content-Security-Policy":
+            self.policy = named["content"] or ""
+
+
+def is_harmless(page: str) -> bool:
+    found = Elements(page)
+    return not {"script", "img"} & set(found.tags) and not [name for name in found.attributes if name.startswith("on")]
+
+
+@pytest.mark.parametrize("how", [SCRIPT, None, 5, ["complete"]])
+def test_the_end_of_a_run_is_one_of_few_words(how: object, run: RunDir):
+    run.ending_path.write_text(json.dumps({"how": how}))
+    with pytest.raises(penstock.ConfigError, match=r"ending\.json is damaged"):
+        penstock.Run(run.root)._repr_html_()
+    assert SCRIPT not in str(penstock_command("report", run.root).output)
+
+
+def test_texts_are_escaped_in_the_report(run: RunDir):
+    sample = {"step": SCRIPT, "sample": SCRIPT, "reward": SCRIPT, "pieces": [{"by": f'"{SCRIPT}', "text": SCRIPT}]}
+    write_lines(run.rollouts("p") / "samples.jsonl", sample)
+    one = {"step": SCRIPT, "steps": SCRIPT, "issued": SCRIPT, "conservation_error": SCRIPT, "samples_leased": SCRIPT}
+    run.write_ending("failed", SCRIPT, wall_s=SCRIPT, status={"pipelines": {"p": one, SCRIPT: one}})
+    metric = {"kind": "step", "at": 1, "pipeline": SCRIPT, "step": 0, "reward": 0.5, SCRIPT: 1.0}
+    write_lines(run.metrics_path, metric, metric | {"step": 1, SCRIPT: 2.0, "loss": SCRIPT}, {"kind": [SCRIPT]})
+    run.write_failure("p.trainer", SCRIPT, SCRIPT, 1)
+    run.log_path("supervisor").write_text(f"2026 WARNING {SCRIPT}: {SCRIPT}\n")
+    page = report(run)
+    assert "stolen()" in page
+    assert is_harmless(page)
+    assert not is_harmless(page.replace("&lt;", "<"))
+
+
+def test_the_report_may_not_execute_or_fetch_anything(run: RunDir):
+    found = Elements(report(run))
+    assert found.policy.startswith("default-src 'none';")
+    assert "script" not in found.policy
+
+
+def test_texts_are_escaped_in_a_notebook(run: RunDir):
+    step = {"kind": "step", "at": 1, "pipeline": SCRIPT, "step": 0, "reward": 0.5, "staleness_mean": 0.0}
+    write_lines(run.metrics_path, step | {"staleness_max": 0})
+    shown = penstock.Run(run.root)._repr_html_()
+    assert "stolen()" in shown
+    assert is_harmless(shown)
+    assert not re.search(r"<(?!/?(b|br|svg|text|line|circle|polyline)\b)", shown)
