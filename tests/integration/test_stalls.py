@@ -5,12 +5,13 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 from running import letters, start, wait_for
 
+import penstock
+from penstock.engines.vllm.probe import build_of
 from penstock.records.ids import PipelineName
 from penstock.sim.replay import replay_run
 
@@ -91,7 +92,7 @@ class Mine(Copy):
 
 SERVER_THAT_LOADS = """#!/bin/sh
 # An interpreter that has vLLM, and whose server never comes to answer.
-[ "$1" = "-c" ] && { echo '{"vllm": true, "penstock": "%s"}'; exit 0; }
+case "$2" in *probe.py) echo '{"vllm": true, "penstock": "here", "build": "%s", "plugin": true}'; exit 0;; esac
 exec sleep 1000
 """
 
@@ -111,7 +112,7 @@ def test_the_doctor_shows_a_worker_that_has_not_registered_yet(folder: Path):
 
 def test_a_server_that_is_loading_is_named(folder: Path):
     python = folder / "python"
-    python.write_text(SERVER_THAT_LOADS % version("penstock"))
+    python.write_text(SERVER_THAT_LOADS % build_of(Path(penstock.__file__).parent))
     python.chmod(0o755)
     engine = f'[pipeline.engine]\nkind = "vllm"\npython = "{python}"\n'
     config = letters(folder, steps=10_000, run="grace_s = 2", extra=engine)

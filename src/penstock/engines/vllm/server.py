@@ -15,13 +15,14 @@ import os
 import subprocess
 import time
 from collections.abc import Callable
-from importlib.metadata import version
 from pathlib import Path
 
 import httpx
 import msgspec
 import psutil
 
+import penstock
+from penstock.engines.vllm import probe
 from penstock.engines.vllm.backend import MemoryCheck
 from penstock.engines.vllm.settings import VllmEngineSection
 from penstock.errors import ConfigError, LocalProtocolError, PeerLost
@@ -42,14 +43,6 @@ LOOK_EVERY_S = 0.2
 ASK_S = 5.0
 LAST_LINES = 12
 LAST_CHARACTERS = 1500
-
-PROBE = """
-import importlib.metadata as metadata, importlib.util as util, json
-def version(name):
-    try: return metadata.version(name)
-    except metadata.PackageNotFoundError: return None
-print(json.dumps({"vllm": util.find_spec("vllm") is not None, "penstock": version("penstock")}))
-"""
 
 
 class ServerSettings(msgspec.Struct, frozen=True):
@@ -79,7 +72,11 @@ ADAPTERS = 4
 
 
 def command(settings: ServerSettings, parent_pid: int) -> list[str]:
-    flags = ["--model", str(settings.model), "--skip-tokenizer-init"]
+    flags = ["--disable-uvicorn-access-log"]
+    if settings.accelerator and settings.memory_share < 1:
+        flags += ["--gpu-memory-utilization", f"{settings.memory_share:.3f}"]
+    flags += settings.engine.options  # of a flag that is given twice the server takes the last
+    flags += ["--model", str(settings.model), "--skip-tokenizer-init"]
     if settings.lora_rank:
         flags += ["--enable-lora", "--max-lora-rank", str(settings.lora_rank)]
         flags += ["--max-loras", str(ADAPTERS), "--max-cpu-loras", str(2 * ADAPTERS)]
@@ -87,7 +84,7 @@ def command(settings: ServerSettings, parent_pid: int) -> list[str]:
         flags += ["--load-format", "dummy"]
     flags += ["--dtype", settings.dtype, "--max-model-len", str(settings.max_length)]
     flags += ["--max-num-seqs", str(settings.engine.max_requests), "--seed", str(settings.seed)]
-    flags += ["--uds", SOCKET, "--disable-uvicorn-access-log"]
+    flags += ["--uds", SOCKET]
     # Only this interface returns token ids with the versions of their weights.
     flags += ["--enable-scale-out", "--weight-transfer-config", '{"backend": "penstock"}']
     flags += ["--worker-extension-cls", f"{MemoryCheck.__module__}.{MemoryCheck.__qualname__}"]
@@ -101,9 +98,7 @@ def command(settings: ServerSettings, parent_pid: int) -> list[str]:
         flags.append("--enforce-eager")
     if settings.accelerator:
         flags.append("--enable-sleep-mode")
-        if settings.memory_share < 1:
-            flags += ["--gpu-memory-utilization", f"{settings.memory_share:.3f}"]
-    return python_command("-m", MAIN, str(parent_pid), *flags, *settings.engine.options, interpreter=settings.python)
+    return python_command("-m", MAIN, str(parent_pid), *flags, interpreter=settings.python)
 
 
 def environment(settings: ServerSettings) -> dict[str, str]:
@@ -126,26 +121,31 @@ def environment(settings: ServerSettings) -> dict[str, str]:
 
 
 def check_interpreter(python: str, timeout_s: float = 60.0) -> None:
-    """ConfigError unless that interpreter has vLLM and the same version of this package."""
+    """ConfigError unless that interpreter has vLLM and the same build of this package."""
     try:
-        command = python_command("-c", PROBE, interpreter=python)
-        probe = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=True)
-        found = json.loads(probe.stdout)
+        command = python_command(probe.__file__, interpreter=python)
+        ran = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=True)
+        found = json.loads(ran.stdout)
     except (OSError, subprocess.SubprocessError, ValueError) as error:
         raise ConfigError(
             f"engine.python = {python!r} cannot be probed: {error}; name the Python of an environment with vLLM"
         ) from error
-    ours = version("penstock")
     if not found["vllm"]:
         raise ConfigError(
             f"vLLM cannot be imported by {python!r}: install it there, or set engine.python to the Python of an "
             "environment with vLLM and this package"
         )
-    if found["penstock"] != ours:
+    ours = Path(penstock.__file__).parent
+    fix = "install the same wheel or checkout there with pip; the server loads weights with it"
+    if found["penstock"] is None:
+        raise ConfigError(f"{python!r} has no package penstock: {fix}")
+    if found["build"] != probe.build_of(ours):
         raise ConfigError(
-            f"{python!r} has Penstock {found['penstock'] or 'not installed'}, this is {ours}: install the same there; "
-            "the server loads weights with it"
+            f"{python!r} has another package penstock than this one, in {found['penstock']}: it may be an older build, "
+            f"or another project's, since the distribution of this package is named penstock-rl; {fix}"
         )
+    if not found["plugin"]:
+        raise ConfigError(f"{python!r} finds this package in {found['penstock']}, but it is not installed: {fix}")
 
 
 FIGURES = {
