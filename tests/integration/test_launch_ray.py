@@ -22,7 +22,7 @@ from penstock.payload.io.leftovers import sweep
 from penstock.runtime.rundir import RunDir
 
 if importlib.util.find_spec("ray") is None:
-    pytest.skip("Ray is not installed: pip install 'penstock[ray]'", allow_module_level=True)
+    pytest.skip("Ray is not installed: pip install 'penstock-rl[ray]'", allow_module_level=True)
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

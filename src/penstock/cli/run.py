@@ -136,7 +136,7 @@ def ray_launcher() -> ModuleType:
     try:
         return importlib.import_module("penstock.launch.ray_run")
     except ModuleNotFoundError as error:
-        raise ConfigError(f"runs on Ray need the extra penstock[ray]: {error}") from error
+        raise ConfigError(f"runs on Ray need the extra penstock-rl[ray]: {error}") from error
 
 
 def _conclude(console: Console, run: RunDir, outcome: Outcome, gpus: GpuWatch | None = None) -> int:

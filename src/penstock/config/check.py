@@ -106,7 +106,7 @@ def _check_packages(config: Config) -> None:
             needed.append(("reward 'math_verify'", "math_verify", "data"))
     for what, package, extra in needed:
         if importlib.util.find_spec(package) is None:
-            raise ConfigError(f"{what} needs the package {package}: pip install 'penstock[{extra}]'")
+            raise ConfigError(f"{what} needs the package {package}: pip install 'penstock-rl[{extra}]'")
 
 
 def _check(pipeline: PipelineSection) -> None:

@@ -191,7 +191,7 @@ def adapt(policy: LanguagePolicy, lora: LoraSection, *, seed: int = 0) -> Adapte
     try:
         from peft import LoraConfig, get_peft_model  # pyright: ignore[reportMissingImports]
     except ImportError as error:
-        raise ConfigError("[pipeline.lora] needs peft: pip install 'penstock[lora]'") from error
+        raise ConfigError("[pipeline.lora] needs peft: pip install 'penstock-rl[lora]'") from error
     config = LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,  # type: ignore[arg-type]
@@ -416,7 +416,7 @@ def _build_pretrained(spec: PretrainedLanguageModel) -> LanguagePolicy:
         )
         tokenizer = load_tokenizer(directory, spec.gguf_file)
     except (OSError, ValueError, KeyError, ImportError) as error:
-        hint = "" if spec.gguf_file is None else " (a GGUF file needs: pip install 'penstock[gguf]')"
+        hint = "" if spec.gguf_file is None else " (a GGUF file needs: pip install 'penstock-rl[gguf]')"
         raise ConfigError(f"cannot load a language model from {spec.path!r}: {error}{hint}") from error
     if spec.gguf_file is not None:
         _clear_quantisation(model)

@@ -244,7 +244,7 @@ def math_verify(
     try:
         from math_verify import parse, verify  # pyright: ignore[reportMissingImports]
     except ImportError as error:
-        raise RunFailed("reward 'math_verify' needs the extra `data`: pip install 'penstock[data]'") from error
+        raise RunFailed("reward 'math_verify' needs the extra `data`: pip install 'penstock-rl[data]'") from error
 
     options: Any = {"parsing_timeout": None}
 

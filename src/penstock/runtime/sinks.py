@@ -134,7 +134,7 @@ def check_sink(name: str) -> None:
     if name not in SINKS:
         raise ConfigError(f"there is no metrics sink {name!r}; there are {', '.join(SINKS)}")
     if importlib.util.find_spec(name) is None:
-        raise ConfigError(f"the metrics sink {name!r} is not installed: pip install 'penstock[{name}]'")
+        raise ConfigError(f"the metrics sink {name!r} is not installed: pip install 'penstock-rl[{name}]'")
 
 
 class Publication:

@@ -123,7 +123,7 @@ def test_a_hub_id_is_answered_with_how_to_write_it(tmp_path: Path):
 def test_a_missing_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setting: str, package: str, extra: str):
     found = importlib.util.find_spec
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == package else found(name))
-    with pytest.raises(ConfigError, match=rf"needs the package {package}: pip install 'penstock\[{extra}\]'"):
+    with pytest.raises(ConfigError, match=rf"needs the package {package}: pip install 'penstock-rl\[{extra}\]'"):
         check_environment(load(written(tmp_path), [setting]))
 
 

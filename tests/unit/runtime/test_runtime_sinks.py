@@ -75,7 +75,7 @@ def test_a_sink_that_is_unknown_or_not_installed_is_named(monkeypatch: pytest.Mo
     with pytest.raises(ConfigError, match="there is no metrics sink 'carrier_pigeon'; there are tensorboard, wandb"):
         sinks.check_sink("carrier_pigeon")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"pip install 'penstock\[wandb\]'"):
+    with pytest.raises(ConfigError, match=r"pip install 'penstock-rl\[wandb\]'"):
         sinks.check_sink("wandb")
 
 

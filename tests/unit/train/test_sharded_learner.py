@@ -237,7 +237,7 @@ def test_bfloat16_is_trained_through_float32_shards(story: Path) -> None:
         assert furthest(again, back) == 0, "bitwise the same after a resume on another number of ranks"
 
 
-@pytest.mark.skipif(not PEFT, reason="needs peft: pip install 'penstock[lora]'")
+@pytest.mark.skipif(not PEFT, reason="needs peft: pip install 'penstock-rl[lora]'")
 def test_an_adapter_is_trained_by_any_number_of_ranks(story: Path) -> None:
     alone = adapting(ALONE)
     metrics = [alone.step(share(step, ALONE)) for step in range(3)]
@@ -260,7 +260,7 @@ def test_an_adapter_is_trained_by_any_number_of_ranks(story: Path) -> None:
         assert furthest(again, half) == 0, "bitwise the same after a resume on another number of ranks"
 
 
-@pytest.mark.skipif(not PEFT, reason="needs peft: pip install 'penstock[lora]'")
+@pytest.mark.skipif(not PEFT, reason="needs peft: pip install 'penstock-rl[lora]'")
 def test_an_adapter_is_distilled_by_two_ranks_as_by_one(story: Path) -> None:
     alone = distilling(ALONE)
     metrics = [alone.step(share(step, ALONE)) for step in range(3)]

@@ -176,7 +176,7 @@ def _table(path: str, split: str, subset: str | None) -> Any:
         import datasets  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise ConfigError(
-            f"dataset {path!r} is no file of JSON lines, and others need the extra `data`: pip install 'penstock[data]'"
+            f"dataset {path!r} is no file of JSON lines; others need the extra `data`: pip install 'penstock-rl[data]'"
         ) from error
     try:
         if place.is_dir() and (place / "dataset_info.json").exists():

@@ -381,7 +381,7 @@ def _ucxx_wire() -> Wire:
     try:
         from penstock.payload.io.ucxx_client import UcxxWire
     except ImportError as error:
-        raise ConfigError("UCXX is not installed here (pip install 'penstock[ucxx]')") from error
+        raise ConfigError("UCXX is not installed here (pip install 'penstock-rl[ucxx]')") from error
     return UcxxWire()
 
 

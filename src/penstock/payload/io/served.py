@@ -30,7 +30,7 @@ def served(ring: Ring, section: PayloadSection, token: str) -> Iterator[RingAddr
                 from penstock.payload.io.ucxx import UcxxServer
             except ImportError as error:
                 raise ConfigError(
-                    f"payload.transport is 'ucxx', which needs the extra penstock[ucxx]: {error}"
+                    f"payload.transport is 'ucxx', which needs the extra penstock-rl[ucxx]: {error}"
                 ) from error
             ucxx = UcxxServer(ring.name, token, host=section.host, ports=(0,) * section.ports)
             servers.callback(ucxx.close, CLOSE_S)

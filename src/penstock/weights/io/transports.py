@@ -25,7 +25,7 @@ def ucx_for(transport: str) -> Ucx | None:
     try:
         from penstock.runtime import ucx
     except ImportError as error:
-        raise ConfigError(f"payload.transport is 'ucxx', which needs the extra penstock[ucxx]: {error}") from error
+        raise ConfigError(f"payload.transport is 'ucxx', which needs the extra penstock-rl[ucxx]: {error}") from error
     return cast("Ucx", ucx)
 
 
