@@ -21,7 +21,6 @@ import httpx
 import msgspec
 import psutil
 
-import penstock
 from penstock.engines.vllm import probe
 from penstock.engines.vllm.backend import MemoryCheck
 from penstock.engines.vllm.settings import VllmEngineSection
@@ -135,7 +134,7 @@ def check_interpreter(python: str, timeout_s: float = 60.0) -> None:
             f"vLLM cannot be imported by {python!r}: install it there, or set engine.python to the Python of an "
             "environment with vLLM and this package"
         )
-    ours = Path(penstock.__file__).parent
+    ours = Path(probe.__file__).parents[2]
     fix = "install the same wheel or checkout there with pip; the server loads weights with it"
     if found["penstock"] is None:
         raise ConfigError(f"{python!r} has no package penstock: {fix}")
