@@ -21,7 +21,6 @@ import itertools
 import logging
 import multiprocessing
 import os
-import sys
 import threading
 import time
 import traceback
@@ -33,12 +32,13 @@ from typing import Any
 
 import msgspec
 
-from penstock.envs import rewards
 from penstock.envs.rewards import Columns, NoReward, Rubric, Scored, Values, awaited_values_of, is_async, values_of
 from penstock.envs.settings import RewardSection
 from penstock.errors import PenstockError, RunFailed, sentence_of
+from penstock.runtime.loops import start_loop
 from penstock.runtime.parent import watch_parent
 from penstock.runtime.process import exit_cause
+from penstock.runtime.stacks import task_location, thread_location
 from penstock.wire.messages import REWARD
 
 log = logging.getLogger(__name__)
@@ -50,8 +50,6 @@ PROCESSES = 8
 """Most processes of functions that moved there because one hung."""
 IDLE_S = 60.0
 """An idle thread ends after this time, and its process with it."""
-OWN_FILES = {__file__, rewards.__file__, threading.__file__}
-"""Source files left out of the reported stack of a call."""
 BLOCKED_S = 5.0
 """A coroutine that is not cancelled this long after its deadline is on a loop that is blocked."""
 START_S = 300.0
@@ -363,9 +361,8 @@ class Scoring:
     def _start_on_loop(self, call: _Call) -> None:
         with self._lock:
             if self._loop is None:
-                self._loop = asyncio.new_event_loop()
                 self._slots = asyncio.Semaphore(self.settings.reward_concurrency)
-                threading.Thread(target=_run, args=(self._loop,), name="reward-loop", daemon=True).start()
+                self._loop = start_loop("reward-loop")
             self._on_loop.add(call)
             asyncio.run_coroutine_threadsafe(self._await(call, self._slots), self._loop)
 
@@ -425,31 +422,11 @@ class Scoring:
         )
 
 
-def _run(loop: asyncio.AbstractEventLoop) -> None:
-    loop.run_forever()
-    for task in asyncio.all_tasks(loop):
-        task.cancel()
-        loop.run_until_complete(asyncio.wait([task]))
-    loop.close()
-
-
 def _location(call: _Call) -> str:
     """The innermost lines of a call's stack, if it runs in this process."""
-    lines: list[str] = []
     if call.task is not None:
-        frames = [(frame, frame.f_lineno) for frame in call.task.get_stack()]
-        awaited: Any = call.task.get_coro()
-        while (awaited := getattr(awaited, "cr_await", None)) is not None and hasattr(awaited, "cr_frame"):
-            if awaited.cr_frame is not None:
-                frames.append((awaited.cr_frame, awaited.cr_frame.f_lineno))
-    else:
-        frames = [*traceback.walk_stack(sys._current_frames().get(call.thread))] if call.thread else []
-        frames.reverse()
-    for frame, line in frames:
-        code = frame.f_code
-        if code.co_filename not in OWN_FILES:
-            lines.append(f"{os.path.basename(code.co_filename)}:{line} {code.co_name}")
-    return "".join(f", at {line}" for line in reversed(lines[-2:]))
+        return task_location(call.task)
+    return thread_location(call.thread) if call.thread else ""
 
 
 def _missed(name: str, timeout_s: float, completions: int) -> Values:
