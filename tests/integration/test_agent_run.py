@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from openai import APIConnectionError, OpenAI
 from running import TINY, start, step_lines, trained_prompts, wait_for
+
+from penstock.journal.reader import history
 
 PROMPTS = 6
 
@@ -79,3 +83,56 @@ options = {{ command = ["{sys.executable}", "{folder}/agent.py"], count = {PROMP
     assert "SIGKILL" in output
     # Two completions each, with the reply of the program between them: more than one may have.
     assert max(step["completion_length_mean"] for step in step_lines(run.directory)) > 2.0
+
+
+HANGS = """
+import json, os, time, urllib.request
+
+
+def play(base_url, api_key, position):
+    head = {{"Authorization": "Bearer " + api_key}}
+    body = json.dumps({{"prompt": "ab>"}}).encode()
+    urllib.request.urlopen(urllib.request.Request(base_url + "/completions", body, head), timeout=60).read()
+    with open({path!r}, "ab", buffering=0) as calls:
+        calls.write(b".")
+        number = calls.tell()
+    if number % 20 == 5:
+        time.sleep(600)
+    return float(number % 2)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_an_agent_that_hangs_now_and_then_is_named_and_its_run_continues(folder: Path) -> None:
+    (folder / "hanging.py").write_text(HANGS.format(path=str(folder / "calls")))
+    path = folder / "run.toml"
+    head = f"""
+[run]
+name = "agent"
+dir = "{folder}/runs"
+extra_path = ["{folder}"]
+[[pipeline]]
+name = "agent"
+steps = 4
+[pipeline.env]
+name = "agent"
+reward_concurrency = 2
+options = {{ function = "hanging:play", alphabet = "abc>?", timeout_s = 3.0 }}
+"""
+    path.write_text(head + TINY.replace("groups_per_step = 4", "groups_per_step = 2"))
+    run = start(folder, path)
+    stands = r"in \"agent 'hanging:play' running for \d+ s, at hanging.py:13 play"
+    wait_for(lambda: re.search(stands, doctor(run.directory)), 90, "the doctor names the agent and its line")
+    code, output = run.end(240)
+    assert code == 0, output + run.logs()
+    hung = (len((folder / "calls").read_bytes()) + 15) // 20
+    reason = b"agent 'hanging:play', position "
+    told = [entry.body for entry in history(run.directory / "journal.sqlite") if reason in entry.body]
+    assert hung >= 2
+    assert sum(body.count(reason) for body in told) >= hung - 1, "the run may end before the last is late"
+
+
+def doctor(directory: Path) -> str:
+    command = [sys.executable, "-m", "penstock.cli.main", "doctor", str(directory)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False).stdout

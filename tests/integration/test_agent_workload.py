@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import httpx
@@ -14,6 +15,7 @@ from test_rollout_runner import NumberedStore, ScriptedController, settings
 
 from penstock.engines.models import LanguagePolicy, TinyLanguageModel, build
 from penstock.engines.requests import Completion, Sampling
+from penstock.envs.io import agents
 from penstock.envs.io.agents import Agent, AgentResult
 from penstock.envs.protocol import Prompt
 from penstock.errors import PeerLost, PenstockError, RunFailed, Transient
@@ -68,13 +70,13 @@ class Player:
 
 
 async def generate(
-    environment: Any, engine: Engine, controller: ScriptedController, *, threads: int = 8
+    environment: Any, engine: Engine, controller: ScriptedController, *, threads: int = 8, **options: Any
 ) -> ScriptedController:
     """Generates all prompts; returns the controller, which has the results."""
     policy = build(TinyLanguageModel(alphabet="ab>", hidden_size=16, layers=1, heads=2, max_positions=48))
     assert isinstance(policy, LanguagePolicy)
     section = RolloutSection(max_new_tokens=4)
-    workload = AgentWorkload(environment, engine, policy.tokenizer, section, threads=threads)
+    workload = AgentWorkload(environment, engine, policy.tokenizer, section, threads=threads, **options)
     runner = Runner(workload, controller, NumberedStore(), settings(batch_samples=2, concurrency=8))
     try:
         async with asyncio.timeout(30.0):
@@ -151,7 +153,112 @@ async def test_the_time_of_an_agent_counts_from_its_start(monkeypatch: pytest.Mo
     assert len(controller.rollouts) == 16
 
 
-async def test_an_agent_that_is_late_keeps_its_thread_and_the_others_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+hold = threading.Event()
+"""Ends the calls that hang."""
+hung = threading.Semaphore(0)
+"""Calls that hang; a test takes as many as it wants."""
+
+
+@pytest.fixture
+def hanging(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None]]:
+    """No grace beyond deadlines; sets how many calls hang, until the end of the test."""
+    monkeypatch.setattr(agent_workload, "LATE_S", 0.0)
+    hold.clear()
+
+    def number(calls: int) -> None:
+        hung.release(calls)
+
+    yield number
+    while hung.acquire(blocking=False):
+        pass
+    hold.set()
+
+
+def hangs(base_url: str, api_key: str, position: int) -> float:
+    ask(base_url, api_key)
+    if hung.acquire(blocking=False):
+        hold.wait(60.0)
+    return 1.0
+
+
+async def blocks(base_url: str, api_key: str, position: int) -> float:
+    await asyncio.to_thread(ask, base_url, api_key)
+    if hung.acquire(blocking=False):
+        hold.wait(60.0)
+    return 1.0
+
+
+async def waits(base_url: str, api_key: str, position: int) -> float:
+    await asyncio.to_thread(ask, base_url, api_key)
+    if hung.acquire(blocking=False):
+        await asyncio.sleep(60.0)
+    return 1.0
+
+
+async def test_agents_that_hang_cost_their_episodes_even_if_all_threads_hang(hanging: Callable[[int], None]) -> None:
+    hanging(3)
+    agent = Agent(function=f"{__name__}:hangs", timeout_s=0.5)
+    controller = await generate(agent, Engine(), ScriptedController(6), threads=2)
+    assert len(controller.failures) == 3
+    assert len(controller.rollouts) == 9
+    for failure in controller.failures:
+        position = failure.sample // 2
+        named = rf"agent '{__name__}:hangs', position {position}: did not end within 0.5 s, at .*\.py:\d+ hangs"
+        assert re.match(named, failure.error), failure.error
+
+
+async def test_an_agent_that_blocks_its_loop_costs_its_episode_alone(
+    hanging: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(agent_workload, "LATE_S", 5.0)
+    monkeypatch.setattr(agents, "CANCEL_S", 0.1, raising=False)
+    monkeypatch.setattr(agents, "BLOCKED_S", 0.3, raising=False)
+    hanging(1)
+    agent = Agent(function=f"{__name__}:blocks", timeout_s=0.5)
+    controller = await generate(agent, Engine(), ScriptedController(4))
+    assert len(controller.rollouts) == 7, "those on the same loop were started again"
+    [failure] = controller.failures
+    assert f"agent '{__name__}:blocks', position {failure.sample // 2}" in failure.error
+    assert re.search(r"blocked its event loop .*, at test_agent_workload.py:\d+ blocks", failure.error)
+
+
+async def test_an_agent_that_waits_for_too_long_is_cancelled_and_its_line_named(hanging: Callable[[int], None]) -> None:
+    hanging(2)
+    agent = Agent(function=f"{__name__}:waits", timeout_s=0.5)
+    controller = await generate(agent, Engine(), ScriptedController(3))
+    assert len(controller.rollouts) == 4
+    for failure in controller.failures:
+        assert re.search(r"did not end within 0.5 s, at test_agent_workload.py:\d+ waits", failure.error)
+
+
+async def test_a_worker_with_too_many_threads_that_hang_ends_and_says_where(
+    hanging: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(agent_workload, "MOST_LEFT", 1)
+    hanging(100)
+    agent = Agent(function=f"{__name__}:hangs", timeout_s=0.2)
+    controller = ScriptedController(20)
+    with pytest.raises(PeerLost, match=r"2 episodes of agent '.*:hangs' hang .* position \d+, at .*\.py:\d+ hangs"):
+        await generate(agent, Engine(), controller, threads=2)
+
+
+async def test_what_runs_for_long_is_reported_with_its_line(
+    hanging: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(agent_workload, "REPORT_AFTER_S", 0.0)
+    monkeypatch.setattr(agent_workload, "REPORT_EVERY_S", 0.02)
+    reported: list[str] = []
+    for function in ("hangs", "waits"):
+        hanging(1)
+        agent = Agent(function=f"{__name__}:{function}", timeout_s=0.5)
+        await generate(agent, Engine(), ScriptedController(1), progressed=reported.append)
+        assert any(
+            re.match(rf"agent '.*:{function}' running for 0 s, at test_agent_workload.py:\d+ {function}", line)
+            for line in reported
+        ), reported
+
+
+async def test_an_agent_that_is_late_fails_and_its_key_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(agent_workload, "LATE_S", 0.0)
     answers: list[int] = []
 
@@ -167,5 +274,34 @@ async def test_an_agent_that_is_late_keeps_its_thread_and_the_others_wait(monkey
 
     controller = await generate(Player(play, timeout_s=0.5), Engine(), ScriptedController(2), threads=1)
     assert answers[-1] == 401, "its episode has ended"
-    assert ["TimeoutError" in failure.error for failure in controller.failures] == [True]
+    assert ["did not end within 0.5 s" in failure.error for failure in controller.failures] == [True]
     assert len(controller.rollouts) == 3
+
+
+async def test_an_episode_whose_worker_ends_is_cancelled() -> None:
+    begun, cancelled = threading.Event(), threading.Event()
+
+    class Cancellable(Player):
+        def cancel(self, api_key: str) -> None:
+            cancelled.set()
+
+    def play(base_url: str, api_key: str, position: int) -> float:
+        begun.set()
+        assert cancelled.wait(30.0)
+        return 1.0
+
+    policy = build(TinyLanguageModel(alphabet="ab>", hidden_size=16, layers=1, heads=2, max_positions=48))
+    assert isinstance(policy, LanguagePolicy)
+    workload = AgentWorkload(Cancellable(play), Engine(), policy.tokenizer, RolloutSection(), threads=1)
+    controller = ScriptedController(1)
+    runner = Runner(workload, controller, NumberedStore(), settings(batch_samples=2))
+    async with asyncio.TaskGroup() as group:
+        running = group.create_task(runner.run())
+        assert await asyncio.to_thread(begun.wait, 30.0)
+        runner.abandon("the test is over")
+        await running
+    workload.close()
+    assert cancelled.is_set()
+    assert controller.settled() == [0, 1]
+    assert workload._serving is not None
+    await workload._serving

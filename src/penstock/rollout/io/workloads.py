@@ -49,7 +49,8 @@ def workload_of(
         from penstock.rollout.io.agent_workload import AgentWorkload  # imports a web server; no other one does
 
         threads = env.reward_concurrency
-        return AgentWorkload(*arguments, threads=threads, greedy=greedy, scoring=scoring, kept=unfinished)
+        options: Any = {"greedy": greedy, "scoring": scoring, "kept": unfinished}
+        return AgentWorkload(*arguments, threads=threads, progressed=progressed, **options)
     return LanguageWorkload(*arguments, greedy=greedy, scoring=scoring, kept=unfinished)
 
 
