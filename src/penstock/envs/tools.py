@@ -20,7 +20,7 @@ from typing import Any
 
 import msgspec
 
-from penstock.envs.chat import tool_calls
+from penstock.envs.chat_parser import CallIds, assistant_message
 from penstock.envs.protocol import DividedEnvironment, GoBack, Message, Prompt, TextEnvironment, prompts_per_pass
 from penstock.envs.rewards import acceptable
 from penstock.errors import ConfigError
@@ -99,7 +99,7 @@ class WithTools:
 
     def reply(self, prompt: Prompt, completions: Sequence[str]) -> str | Sequence[Message] | GoBack | None:
         if prompt.messages:
-            return self._messages(completions[-1])
+            return self._messages(prompt, completions)
         answers = [self.answer(call) for call in _CALL.findall(completions[-1])]
         if not answers:
             return None
@@ -107,9 +107,11 @@ class WithTools:
         mistaken = all(answer.startswith(MISTAKE) for answer in answers)
         return GoBack(len(completions) - 1, text) if mistaken and self.forget_mistakes else text
 
-    def _messages(self, completion: str) -> Sequence[Message] | None:
-        """One message per call, with the role `tool`."""
-        calls = tool_calls(completion)
+    def _messages(self, prompt: Prompt, completions: Sequence[str]) -> Sequence[Message] | None:
+        """One message per call of the last completion, with the role `tool`."""
+        ids = CallIds(message.plain() for message in prompt.messages)
+        *_, last = [assistant_message(completion, ids) for completion in completions]
+        calls = last.get("tool_calls", [])
         answers = [self.answer(json.dumps(call["function"])) for call in calls]
         return [
             Message("tool", answer, name=call["function"]["name"], tool_call_id=call["id"])

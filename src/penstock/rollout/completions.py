@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import msgspec
 import numpy as np
@@ -31,7 +30,12 @@ def joined(before: Completion | None, after: Completion) -> Completion:
     )
 
 
-def cut_at(tokenizer: Any, stop_strings: Sequence[str], drawn: Completion, before: Sequence[int] = ()) -> Completion:
+def cut_at(
+    decode: Callable[[Sequence[int]], str],
+    stop_strings: Sequence[str],
+    drawn: Completion,
+    before: Sequence[int] = (),
+) -> Completion:
     """The completion up to the token that completes a stop string, if it contains one. `before`: tokens of the same
     completion that were drawn earlier."""
     if not stop_strings or not len(drawn.token_ids):
@@ -39,7 +43,7 @@ def cut_at(tokenizer: Any, stop_strings: Sequence[str], drawn: Completion, befor
     ids = [*before, *drawn.token_ids.tolist()]
 
     def stopped(count: int) -> bool:
-        text = tokenizer.decode(ids[:count])
+        text = decode(ids[:count])
         return any(stop in text for stop in stop_strings)
 
     if not stopped(len(ids)):

@@ -11,7 +11,8 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from penstock.engines.tokenizer import PretrainedTokenizer
-from penstock.envs.chat import Chat, assistant_message, tool_calls
+from penstock.envs.chat import Chat
+from penstock.envs.chat_parser import assistant_message
 from penstock.errors import ConfigError
 
 CHATML = """\
@@ -152,6 +153,11 @@ def chat_of(tokenizer: Any, tools: Any = TOOLS) -> Chat:
     return Chat(render, tools)
 
 
+def tools_of(template: str) -> list[Any]:
+    """The tools, if the template renders tools: others describe them in a message."""
+    return TOOLS if "tools" in template else []
+
+
 def call(a: int, b: int) -> dict[str, Any]:
     function = {"name": "add", "arguments": {"a": a, "b": b}}
     return {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]}
@@ -170,7 +176,7 @@ FIVE_TURNS = [
 def test_five_turns_with_tools_pass_as_the_template_writes_them(family: str) -> None:
     template, special, bos, eos = FAMILIES[family]
     tokenizer = PretrainedTokenizer(tokenizer_of(template, special, bos, eos))
-    chat = chat_of(tokenizer.inner)
+    chat = chat_of(tokenizer.inner, tools_of(template))
     prompt = [{"role": "user", "content": "What is 1 + 2 + 4?"}]
     stream = tokenizer.encode(chat.opening(prompt))
     whole: list[Any] = [*prompt]
@@ -198,7 +204,7 @@ def test_five_turns_with_tools_pass_as_the_template_writes_them(family: str) -> 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_was_drawn_stays_as_drawn_where_the_template_would_write_it_otherwise(family: str) -> None:
     template, special, bos, eos = FAMILIES[family]
-    chat = chat_of(tokenizer_of(template, special, bos, eos))
+    chat = chat_of(tokenizer_of(template, special, bos, eos), tools_of(template))
     prompt = [{"role": "user", "content": "Go."}]
     odd = ' <tool_call>{"name":"add" , "arguments":{"b":2,"a":1}}</tool_call>  '
     reply = [{"role": "user", "content": "so?"}]
@@ -229,6 +235,53 @@ def test_a_template_that_rewrites_the_prompt_is_refused() -> None:
         Chat(render).next_turn([{"role": "user", "content": "a"}], ["b"], [[{"role": "user", "content": "c"}]])
 
 
+DROPPING = """\
+{%- for message in messages %}
+{%- if message.role == 'user' %}[{{ message.content }}]
+{%- elif message.role == 'assistant' %}({{ message.content }}
+{%- if message.tool_calls %}{{ message.tool_calls[0].function.name }}{% endif %})
+{%- endif %}
+{%- endfor %}"""
+
+
+def test_what_a_template_leaves_out_is_an_error_that_names_it() -> None:
+    chat = chat_of(tokenizer_of(DROPPING, [], "", "|"), [])
+    ask: dict[str, Any] = {"role": "user", "content": "Go."}
+    assert chat.opening([ask]) == "[Go.]"
+    two = call(1, 2)["tool_calls"] * 2
+    for messages, sentence in (
+        ([{"role": "system", "content": "Be brief."}, ask], "leaves out the content of message 0 .role 'system'"),
+        ([ask, {"role": "assistant", "content": "", "tool_calls": two}, ask], "leaves out the tool calls of message 1"),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], "message 0 .* has a content of type list"),
+        ([{"role": "user", "content": None}], "of type NoneType"),
+    ):
+        with pytest.raises(ConfigError, match=sentence):
+            chat.opening(messages)
+    with pytest.raises(ConfigError, match=r"leaves out the content of message 2 .role 'tool'"):
+        chat.next_turn([ask], ["a|"], [[{"role": "tool", "content": "3"}]])
+    with pytest.raises(ConfigError, match="leaves out the tools"):
+        chat.with_tools(TOOLS).opening([ask])
+    assert chat.opening([{"role": "system", "content": " "}, ask]) == "[Go.]"
+
+
+OPENING = """\
+{%- for message in messages %}<|im_start|>{{ message.role + "\n" + message.content }}<|im_end|>
+{% endfor %}
+{%- if add_generation_prompt %}<|im_start|>assistant
+<think>
+{% endif %}"""
+
+
+def test_a_template_that_opens_reasoning_itself() -> None:
+    chat = chat_of(tokenizer_of(OPENING, ["<|im_start|>", "<|im_end|>"], "", "<|im_end|>"), [])
+    prompt = [{"role": "user", "content": "Go."}]
+    called = '<tool_call>{"name": "add", "arguments": {}}</tool_call>'
+    [_, said] = chat.conversation(prompt, [f"{called} or not?\n</think>\n\nNot.<|im_end|>"], [])
+    assert said == {"role": "assistant", "reasoning_content": f"{called} or not?", "content": "Not."}
+    [_, cut] = chat.conversation(prompt, [called], [])
+    assert cut == {"role": "assistant", "reasoning_content": called, "content": ""}
+
+
 @pytest.mark.parametrize(
     "text",
     [
@@ -239,10 +292,11 @@ def test_a_template_that_rewrites_the_prompt_is_refused() -> None:
     ],
 )
 def test_tool_calls_are_read_in_every_usual_form(text: str) -> None:
-    [found] = tool_calls(text)
+    message = assistant_message(text)
+    [found] = message["tool_calls"]
     assert found["function"] == {"name": "add", "arguments": {"a": 1}}
-    assert assistant_message(text)["content"] == ""
-    assert not tool_calls(re.sub("name", "mane", text))
+    assert message["content"] == ""
+    assert "tool_calls" not in assistant_message(re.sub("name", "mane", text))
     assert json.dumps(found)
 
 

@@ -2,9 +2,11 @@
 
 `/v1/chat/completions`, `/v1/completions` (both also streamed), `/v1/models` and `/inference/v1/generate`. A call with
 an episode's key is sampled with the pipeline's settings; its tokens, log-probabilities and versions become part of that
-episode's sample. Temperature and similar settings of a request are ignored: samples must come from the trained policy.
-A request whose text continues an earlier call of its episode reuses that call's tokens: generated text is never
-tokenised again. A stream sends tokens as they are generated; reasoning and tool calls are sent whole.
+episode's sample. Which parameters a request may have: `rollout/api_requests.py`. Errors are JSON as OpenAI writes them.
+
+A request that continues an earlier call of its episode, with that call's answer as it was sent, reuses that call's
+tokens: generated text is never tokenised again. A stream sends tokens as they are generated, a tool call as a whole;
+its parts, joined, are the message that a request without a stream would get.
 """
 
 from __future__ import annotations
@@ -12,29 +14,50 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import secrets
 import socket
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from typing import Any
 
 import msgspec
 import uvicorn
 from starlette.applications import Starlette
-from starlette.requests import Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from penstock.engines.requests import Completion, RequestEngine, Sampling
-from penstock.envs.chat import Chat, ChatMessage, assistant_message
+from penstock.envs.chat import Chat
+from penstock.envs.chat_parser import (
+    CallIds,
+    ChatMessage,
+    MessageParser,
+    assistant_message,
+    ends_in_reasoning,
+    without_beginning_of,
+)
 from penstock.errors import ConfigError, PeerLost, PenstockError, RunFailed
+from penstock.rollout.api_requests import (
+    MODEL,
+    ChatRequest,
+    Completing,
+    Drawing,
+    Refused,
+    chat_request,
+    text_request,
+    token_request,
+)
 from penstock.rollout.completions import cut_at, joined
 from penstock.runtime.http_guard import PortGuard, bearer
 
-MODEL = "policy"
+log = logging.getLogger(__name__)
+
 STREAMED_TOKENS = 8
 """Most tokens in one event of a stream; the first events have fewer."""
-MARKUP = ("<", "[TOOL_CALLS]")
 MAX_BODY_BYTES = 16 << 20
 
 
@@ -50,12 +73,15 @@ class Call(msgspec.Struct):
     messages: list[ChatMessage] = []
     """With a chat template: the request's messages, as passed to the template."""
     tools: list[Any] = []
+    sent: ChatMessage = {}
+    """With a chat template: the answer as the agent received it, which of a stream that it left is only a part."""
 
 
 class Recorded(msgspec.Struct):
     """The calls of one episode."""
 
     calls: list[Call] = []
+    ids: CallIds = msgspec.field(default_factory=CallIds)
     closed: bool = False
     interrupted: bool = False
     failure: str = ""
@@ -85,32 +111,28 @@ class _EngineRequest(msgspec.Struct):
     session: str
     stops: tuple[str, ...]
     tokenizer: Any
+    parser: MessageParser
     messages: list[ChatMessage] = []
     tools: list[Any] = []
     head: dict[str, Any] = msgspec.field(
         default_factory=lambda: {"id": f"cmpl-{secrets.token_hex(8)}", "created": int(time.time()), "model": MODEL}
     )
 
-    def text_so_far(self, drawn: Completion) -> str:
-        """The text so far, without an incomplete character and without the request's stop strings."""
+    def certain_text(self, drawn: Completion, *, complete: bool) -> str:
+        """The text without an incomplete character and without the request's stop strings. Of a completion that is not
+        complete, only what cannot change any more."""
         text = completion_text(self.tokenizer, self.sampling.stop_ids, drawn)
         ends = [at for stop in self.stops if (at := text.find(stop)) >= 0]
-        text = text[: min(ends)] if ends else text
-        return text.rstrip("\ufffd") if drawn.ending != "stop" else text
+        if ends:
+            return text[: min(ends)]
+        if drawn.ending == "stop":
+            return text
+        text = text.rstrip("\ufffd")
+        return text if complete else without_beginning_of(text, *self.stops)
 
-    def usage(self, drawn: Completion) -> dict[str, Any]:
+    def usage(self, drawn: Completion) -> dict[str, int]:
         prompt, new = len(self.ids), len(drawn.token_ids)
-        return {"usage": {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}}
-
-
-class _Refused(Exception):
-    def __init__(self, status: int, message: str, code: str | None = None) -> None:
-        super().__init__(message)
-        self.status = status
-        self.code = code
-
-    def body(self) -> dict[str, Any]:
-        return {"error": {"message": str(self), "type": "penstock", "param": None, "code": self.code}}
+        return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
 
 
 class _Server(uvicorn.Server):
@@ -141,11 +163,13 @@ class Endpoint:
         self.base_url = f"http://127.0.0.1:{self._listener.getsockname()[1]}/v1"
         routes = [
             Route("/v1/models", self._models, methods=["GET"]),
+            Route("/v1/models/{name:path}", self._model, methods=["GET"]),
             Route("/v1/chat/completions", self._chat_completions, methods=["POST"]),
             Route("/v1/completions", self._completions, methods=["POST"]),
             Route("/inference/v1/generate", self._generate, methods=["POST"]),
         ]
-        app = Starlette(routes=routes, exception_handlers={_Refused: _refused})
+        handlers: Any = {Refused: _refused, HTTPException: _not_served, Exception: _failed}
+        app = _RequestIds(Starlette(routes=routes, exception_handlers=handlers))
         guard = PortGuard(self._has_credential)
         config = uvicorn.Config(
             app,
@@ -184,150 +208,174 @@ class Endpoint:
         kind, _, key = request.headers.get("authorization", "").partition(" ")
         found = self._episodes.get(key) if kind.lower() == "bearer" else None
         if found is None:
-            raise _Refused(401, "this key belongs to no running episode")
+            raise Refused(401, "this key belongs to no running episode", code="invalid_api_key")
         return found
 
     async def _models(self, request: Request) -> Response:
         self._episode(request)
-        return JSONResponse({"object": "list", "data": [{"id": MODEL, "object": "model", "owned_by": "penstock"}]})
+        return _json({"object": "list", "data": [_MODEL_CARD]})
+
+    async def _model(self, request: Request) -> Response:
+        self._episode(request)
+        if request.path_params["name"] != MODEL:
+            raise Refused(404, f"there is no such model here; there is {MODEL!r}", code="model_not_found")
+        return _json(_MODEL_CARD)
 
     async def _chat_completions(self, request: Request) -> Response:
-        episode, body = self._episode(request), await _body(request)
-        messages = body.get("messages")
-        if not isinstance(messages, list) or not messages:
-            raise _Refused(400, "'messages' must be a list of messages")
-        tools = body.get("tools") or []
+        episode = self._episode(request)
+        asked = chat_request(await _body(request), self._sampling)
+        episode.ids.add(asked.messages)
+        if self._chat is None:
+            text = self._contents(asked)
+            ids, parser = self._ids(episode, text), MessageParser.plain()
+        else:
+            if asked.messages[-1]["role"] == "assistant":
+                reason = "the last message is the assistant's own: an answer cannot begin with a given text"
+                raise Refused(400, reason, param=f"messages[{len(asked.messages) - 1}]")
+            text, ids = self._continued(episode, asked) or self._opened(episode, asked)
+            parser = MessageParser(episode.ids, reasoning=ends_in_reasoning(text), calls=asked.calls)
+        call = self._engine_request(request, episode, text, ids, asked, parser)
         if self._chat is not None:
-            messages = [_incoming(message) for message in messages]
-        text, ids = self._continued(episode, messages, tools) or self._opened(episode, messages, tools)
-        call = self._engine_request(request, episode, text, ids, body)
-        if self._chat is not None:
-            call.messages, call.tools = messages, tools
-
-        def message(text: str) -> ChatMessage:
-            return _outgoing(assistant_message(text)) if self._chat is not None else _assistant(text)
-
-        if body.get("stream"):
-            return _stream(self._chat_chunks(call, message))
+            call.messages, call.tools = asked.messages, asked.tools
+        if asked.stream:
+            return _stream(self._chat_chunks(call), asked)
         drawn = await self._completed(request, call)
-        answer = message(call.text_so_far(drawn))
-        choice = {"index": 0, "message": answer, "finish_reason": _chat_reason(answer, drawn)}
-        return JSONResponse({"object": "chat.completion", "choices": [choice]} | call.head | call.usage(drawn))
+        parser.feed(call.certain_text(drawn, complete=True))
+        parser.close()
+        choice = {"index": 0, "message": _outgoing(parser.message), "finish_reason": _chat_reason(parser, drawn)}
+        choices = {"choices": [choice | {"logprobs": None}], "usage": call.usage(drawn)}
+        return _json({"object": "chat.completion"} | call.head | choices)
 
-    async def _chat_chunks(
-        self, call: _EngineRequest, message: Callable[[str], ChatMessage]
-    ) -> AsyncIterator[dict[str, Any]]:
+    async def _chat_chunks(self, call: _EngineRequest) -> AsyncGenerator[dict[str, Any]]:
         head = {"object": "chat.completion.chunk"} | call.head
 
         def chunk(delta: dict[str, Any], reason: str | None = None) -> dict[str, Any]:
             return head | {"choices": [{"index": 0, "delta": delta, "finish_reason": reason}]}
 
-        yield chunk(_assistant(""))
+        yield chunk({"role": "assistant", "content": ""})
+        parser, calls = call.parser, 0
+        async with contextlib.aclosing(self._certain_pieces(call)) as pieces:
+            async for text, drawn in pieces:
+                for part in parser.feed(text) if drawn is None else parser.feed(text) + parser.close():
+                    delta = _outgoing(part)
+                    for one in delta.get("tool_calls", ()):
+                        one["index"] = calls
+                        calls += 1
+                    yield chunk(delta)
+                if drawn is not None:
+                    yield chunk({}, _chat_reason(parser, drawn))
+                    yield head | {"choices": [], "usage": call.usage(drawn)}
+
+    async def _certain_pieces(self, call: _EngineRequest) -> AsyncGenerator[tuple[str, Completion | None]]:
+        """The text as it grows, in pieces; with the last one, the completion."""
         sent, drawn = "", None
-        async for drawn in self._drawn(call):
-            text = call.text_so_far(drawn)
-            if (sure := text if self._chat is None else _before_markup(text)).startswith(sent) and len(sure) > len(
-                sent
-            ):
-                yield chunk({"content": sure[len(sent) :]})
-                sent = sure
+        async with contextlib.aclosing(self._drawn(call)) as growing:
+            async for drawn in growing:
+                text = call.certain_text(drawn, complete=False)
+                if len(text) > len(sent):
+                    yield text[len(sent) :], None
+                    sent = text
         assert drawn is not None
-        answer = message(call.text_so_far(drawn))
-        rest = {name: value for name, value in answer.items() if name not in ("role", "content")}
-        for number, tool_call in enumerate(rest.get("tool_calls", ())):
-            tool_call["index"] = number
-        if answer["content"].startswith(sent) and len(answer["content"]) > len(sent):
-            rest["content"] = answer["content"][len(sent) :]
-        if rest:
-            yield chunk(rest)
-        yield chunk({}, _chat_reason(answer, drawn)) | call.usage(drawn)
+        yield call.certain_text(drawn, complete=True)[len(sent) :], drawn
 
     async def _completions(self, request: Request) -> Response:
-        episode, body = self._episode(request), await _body(request)
-        prompt = body.get("prompt")
+        episode = self._episode(request)
+        asked = text_request(await _body(request), self._sampling)
+        prompt = asked.prompt[0] if len(asked.prompt) == 1 and isinstance(asked.prompt[0], str | list) else asked.prompt
         if isinstance(prompt, list):
             ids = self._checked(prompt, "prompt")
             text = self._tokenizer.decode(ids)
-        elif isinstance(prompt, str) and prompt:
+        elif prompt:
             text, ids = prompt, self._ids(episode, prompt)
         else:
-            raise _Refused(400, "'prompt' must be a text or a list of token ids")
-        call = self._engine_request(request, episode, text, ids, body)
-        if body.get("stream"):
-            return _stream(self._text_chunks(call))
+            raise Refused(400, "'prompt' must be a text or a list of token ids", param="prompt")
+        call = self._engine_request(request, episode, text, ids, asked, MessageParser.plain())
+        if asked.stream:
+            return _stream(self._text_chunks(call), asked)
         drawn = await self._completed(request, call)
-        choice = {"index": 0, "text": call.text_so_far(drawn), "finish_reason": _reason(drawn)}
-        return JSONResponse({"object": "text_completion", "choices": [choice]} | call.head | call.usage(drawn))
+        said = call.certain_text(drawn, complete=True)
+        choice = {"index": 0, "text": said, "logprobs": None, "finish_reason": _reason(drawn)}
+        return _json({"object": "text_completion"} | call.head | {"choices": [choice], "usage": call.usage(drawn)})
 
-    async def _text_chunks(self, call: _EngineRequest) -> AsyncIterator[dict[str, Any]]:
+    async def _text_chunks(self, call: _EngineRequest) -> AsyncGenerator[dict[str, Any]]:
         head = {"object": "text_completion"} | call.head
-        sent, drawn = "", None
-        async for drawn in self._drawn(call):
-            if len(text := call.text_so_far(drawn)) > len(sent):
-                yield head | {"choices": [{"index": 0, "text": text[len(sent) :], "finish_reason": None}]}
-                sent = text
-        assert drawn is not None
-        yield head | {"choices": [{"index": 0, "text": "", "finish_reason": _reason(drawn)}]} | call.usage(drawn)
+        async with contextlib.aclosing(self._certain_pieces(call)) as pieces:
+            async for text, drawn in pieces:
+                reason = None if drawn is None else _reason(drawn)
+                yield head | {"choices": [{"index": 0, "text": text, "logprobs": None, "finish_reason": reason}]}
+                if drawn is not None:
+                    yield head | {"choices": [], "usage": call.usage(drawn)}
 
     async def _generate(self, request: Request) -> Response:
-        episode, body = self._episode(request), await _body(request)
-        ids = self._checked(body.get("token_ids"), "token_ids")
-        params = body.get("sampling_params") or {}
-        if not isinstance(params, dict):
-            raise _Refused(400, "'sampling_params' must be an object")
-        call = self._engine_request(request, episode, self._tokenizer.decode(ids), ids, params)
+        episode = self._episode(request)
+        asked, drawing = token_request(await _body(request), self._sampling)
+        ids = self._checked(asked.token_ids, "token_ids")
+        stop_ids = self._checked(drawing.stop_token_ids, "stop_token_ids") if drawing.stop_token_ids else []
+        call = self._engine_request(
+            request, episode, self._tokenizer.decode(ids), ids, drawing, MessageParser.plain(), stop_ids
+        )
         drawn = await self._completed(request, call)
         tokens, logprobs = drawn.token_ids.tolist(), drawn.logprobs.tolist()
         content = [{"token_id": t, "logprob": p} for t, p in zip(tokens, logprobs, strict=True)]
         reason = _reason(drawn)
         choice = {"index": 0, "finish_reason": reason, "token_ids": tokens, "logprobs": {"content": content}}
-        return JSONResponse({"choices": [choice]})
+        return _json({"choices": [choice]})
 
     def _checked(self, ids: Any, field: str) -> list[int]:
         size = self._tokenizer.vocabulary_size
         if not isinstance(ids, list) or not ids or not all(type(one) is int and 0 <= one < size for one in ids):
-            raise _Refused(400, f"'{field}' must be a list of token ids below {size}")
+            raise Refused(400, f"'{field}' must be a list of token ids below {size}")
         return ids
 
-    def _opened(
-        self, episode: Recorded, messages: Sequence[ChatMessage], tools: Sequence[Any]
-    ) -> tuple[str, list[int]]:
+    def _contents(self, asked: ChatRequest) -> str:
+        """The messages for a model without a chat template: their contents, in order."""
+        for field, used in (("tools", asked.tools), ("messages", [m for m in asked.messages if "tool_calls" in m])):
+            if used:
+                reason = "the model's tokenizer has no chat template, so that it cannot be shown tools or tool calls"
+                raise Refused(400, reason, param=field)
+        return "".join(message["content"] for message in asked.messages)
+
+    def _opened(self, episode: Recorded, asked: ChatRequest) -> tuple[str, list[int]]:
         """The text and tokens of a new conversation."""
-        if self._chat is None:
-            text = "".join(str(_incoming(message)["content"]) for message in messages)
-        else:
-            try:
-                text = self._chat.with_tools(tools).opening(messages)
-            except ConfigError as error:
-                raise _Refused(400, str(error)) from error
+        assert self._chat is not None
+        try:
+            text = self._chat.with_tools(asked.tools).opening(asked.messages)
+        except ConfigError as error:
+            raise Refused(400, str(error), param="messages") from error
         return text, self._ids(episode, text)
 
-    def _continued(
-        self, episode: Recorded, messages: list[ChatMessage], tools: list[Any]
-    ) -> tuple[str, list[int]] | None:
+    def _continued(self, episode: Recorded, asked: ChatRequest) -> tuple[str, list[int]] | None:
         """The text and tokens of a conversation that continues an earlier call with that call's answer as a message.
         The answer keeps its generated tokens, even if the template would write it differently."""
-        if self._chat is None:
-            return None
-        chat = self._chat.with_tools(tools)
+        assert self._chat is not None
+        messages = asked.messages
         for call in sorted(episode.calls, key=lambda call: -len(call.messages)):
             shared = len(call.messages)
-            if not shared or call.tools != tools or messages[:shared] != call.messages or len(messages) == shared:
+            if not shared or call.tools != asked.tools or messages[:shared] != call.messages or len(messages) == shared:
                 continue
-            drawn = self._written(call.drawn)
-            answer = completion_text(self._tokenizer, self._sampling.stop_ids, call.drawn)
-            if _normalized(messages[shared]) != _normalized(_incoming(_outgoing(assistant_message(answer)))):
-                continue
+            drawn, answer = self._written(call.drawn), messages[shared]
             context = call.text.removesuffix(drawn)
-            added = chat.continuation(call.messages, context, drawn, messages[shared + 1 :])
+            if not self._is_answer(answer, call, context):
+                continue
+            chat = self._chat.with_tools(asked.tools, calls="tool_calls" in call.sent)
+            added = chat.continuation(call.messages, context, drawn, answer, messages[shared + 1 :])
             if added is not None:
                 ids = [*call.context, *call.drawn.token_ids.tolist(), *self._encoded(added)]
                 return call.text + added, ids
         return None
 
+    def _is_answer(self, message: ChatMessage, call: Call, context: str) -> bool:
+        """Whether the message is the call's answer: as it was sent, or with the stop string that ended it."""
+        text = completion_text(self._tokenizer, self._sampling.stop_ids, call.drawn)
+        whole = assistant_message(text, reasoning=ends_in_reasoning(context), calls="tool_calls" in call.sent)
+        return _normalized(message) in (_normalized(call.sent), _normalized(whole))
+
     def _written(self, drawn: Completion) -> str:
-        """The text of a completion, with special tokens."""
-        inner, tokens = getattr(self._tokenizer, "inner", None), drawn.token_ids.tolist()
+        return self._written_ids(drawn.token_ids.tolist())
+
+    def _written_ids(self, tokens: Sequence[int]) -> str:
+        """The text of tokens, with special tokens."""
+        inner = getattr(self._tokenizer, "inner", None)
         return inner.decode(tokens, skip_special_tokens=False) if inner else self._tokenizer.decode(tokens)
 
     def _ids(self, episode: Recorded, text: str) -> list[int]:
@@ -341,34 +389,33 @@ class Endpoint:
     def _encoded(self, text: str) -> list[int]:
         try:
             return self._tokenizer.encode(text)
-        except (PenstockError, ValueError) as error:
-            raise _Refused(400, f"the model's tokenizer cannot encode this text: {error}") from error
+        except (PenstockError, ValueError, TypeError) as error:
+            raise Refused(400, f"the model's tokenizer cannot encode this text: {error}") from error
 
     def _engine_request(
-        self, request: Request, episode: Recorded, text: str, ids: list[int], body: dict[str, Any]
+        self,
+        request: Request,
+        episode: Recorded,
+        text: str,
+        ids: list[int],
+        asked: Drawing,
+        parser: MessageParser,
+        stop_ids: Sequence[int] = (),
     ) -> _EngineRequest:
-        """Checks a request and converts it for the engine; raises `_Refused`."""
-        if body.get("n") not in (None, 1):
-            raise _Refused(400, "one completion per call: 'n' must be 1")
-        most = body.get("max_completion_tokens") or body.get("max_tokens") or self._sampling.max_new_tokens
-        if not isinstance(most, int) or most < 1:
-            raise _Refused(400, "the number of tokens must be an integer above 0")
-        stops = body.get("stop") or []
-        stops = [stops] if isinstance(stops, str) else stops
-        if not isinstance(stops, list) or not all(isinstance(stop, str) and stop for stop in stops):
-            raise _Refused(400, "'stop' must be a text or a list of texts")
+        """Converts a request for the engine. Raises Refused if the context is full."""
         longest = self._engine.max_positions
-        room = self._sampling.max_new_tokens if longest is None else longest - len(ids)
-        count = min(most, self._sampling.max_new_tokens, room)
+        limit = self._sampling.max_new_tokens
+        count = min(asked.token_limit or limit, limit, limit if longest is None else longest - len(ids))
         if count < 1:
-            raise _Refused(
+            raise Refused(
                 400,
                 f"the context of {len(ids)} tokens leaves no room in the model's {longest} positions",
-                "context_length_exceeded",
+                code="context_length_exceeded",
             )
-        sampling = msgspec.structs.replace(self._sampling, max_new_tokens=count)
+        every = tuple(dict.fromkeys([*self._sampling.stop_ids, *stop_ids]))
+        sampling = msgspec.structs.replace(self._sampling, max_new_tokens=count, stop_ids=every)
         session = request.headers.get("x-session-id", "")
-        return _EngineRequest(episode, text, ids, sampling, session, tuple(stops), self._tokenizer)
+        return _EngineRequest(episode, text, ids, sampling, session, asked.stops, self._tokenizer, parser)
 
     async def _completed(self, request: Request, call: _EngineRequest) -> Completion:
         """The whole completion. It is cancelled, and not recorded, if the client disconnects: a client that timed out
@@ -383,7 +430,7 @@ class Endpoint:
         self._record(call, drawn)
         return drawn
 
-    async def _drawn(self, call: _EngineRequest, *, whole: bool = False) -> AsyncIterator[Completion]:
+    async def _drawn(self, call: _EngineRequest, *, whole: bool = False) -> AsyncGenerator[Completion]:
         """Yields the completion as it grows, or only the `whole` of it, which the caller records. A stream is recorded
         at its end, and also if the agent disconnects, since the agent has seen the tokens so far.
 
@@ -403,13 +450,13 @@ class Endpoint:
                     episode.failure = str(error)
                     if isinstance(error, PeerLost | RunFailed):
                         episode.lost = error
-                    raise _Refused(503, str(error)) from error
+                    raise Refused(503, str(error)) from error
                 if more.ending == "interrupted":
                     episode.interrupted = True
-                    raise _Refused(503, "the worker was interrupted; the episode will be restarted")
+                    raise Refused(503, "the worker was interrupted; the episode will be restarted")
                 if episode.closed:
-                    raise _Refused(401, "the episode has ended")
-                drawn = cut_at(self._tokenizer, [*self._stop_strings, *call.stops], joined(drawn, more))
+                    raise Refused(401, "the episode has ended", code="invalid_api_key")
+                drawn = cut_at(self._written_ids, [*self._stop_strings, *call.stops], joined(drawn, more))
                 left = sampling.max_new_tokens - len(drawn.token_ids)
                 piece = min(2 * piece, STREAMED_TOKENS)
                 done = drawn.ending == "stop" or not left
@@ -427,73 +474,102 @@ class Endpoint:
 
     def _record(self, call: _EngineRequest, drawn: Completion) -> None:
         text = call.text + self._written(drawn)
-        call.episode.calls.append(Call(call.ids, drawn, text, call.session, call.messages, call.tools))
+        sent = call.parser.message if call.messages else {}  # grows until the whole answer was sent
+        call.episode.calls.append(Call(call.ids, drawn, text, call.session, call.messages, call.tools, sent))
 
 
-async def _body(request: Request) -> dict[str, Any]:
+async def _body(request: Request) -> bytes:
     body = bytearray()
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > MAX_BODY_BYTES:
-            raise _Refused(413, f"a request may have at most {MAX_BODY_BYTES} bytes")
     try:
-        found = json.loads(bytes(body))
-    except ValueError as error:
-        raise _Refused(400, f"the request is not JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise _Refused(400, "the request must be a JSON object")
-    return found
+        async for chunk in request.stream():
+            body += chunk
+            if len(body) > MAX_BODY_BYTES:
+                raise Refused(413, f"a request may have at most {MAX_BODY_BYTES} bytes")
+    except ClientDisconnect:
+        raise Refused(499, "the client disconnected") from None
+    return bytes(body)
 
 
 async def _raise_when_disconnected(request: Request) -> None:
     """Call it after the body was read."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
-    raise _Refused(499, "the client disconnected")
+    raise Refused(499, "the client disconnected")
+
+
+_MODEL_CARD = {"id": MODEL, "object": "model", "created": 0, "owned_by": "penstock"}
+
+
+def _json(content: dict[str, Any], status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(json.dumps(content), status, headers, media_type="application/json")
 
 
 async def _refused(request: Request, error: Exception) -> Response:
-    assert isinstance(error, _Refused)
-    return JSONResponse(error.body(), status_code=error.status)
+    assert isinstance(error, Refused)
+    # Clients repeat a request after a status above 499. Here that cannot help: the episode has failed.
+    return _json(error.body(), error.status, {"x-should-retry": "false"} if error.status >= 500 else None)
 
 
-def _stream(chunks: AsyncIterator[dict[str, Any]]) -> Response:
-    """Server-sent events. An error after the first event is sent as an event too; clients raise it."""
+async def _not_served(request: Request, error: Exception) -> Response:
+    """An unknown path, or another method."""
+    assert isinstance(error, HTTPException)
+    served = "/v1/chat/completions, /v1/completions, /v1/models and /inference/v1/generate"
+    reason = f"{request.method} {request.url.path} is not served: this endpoint has {served}"
+    hint = ". Set your framework to Chat Completions" if request.url.path == "/v1/responses" else ""
+    return _json(Refused(error.status_code, reason + hint).body(), error.status_code, dict(error.headers or {}))
+
+
+async def _failed(request: Request, error: Exception) -> Response:
+    """A bug here: the server logs the traceback."""
+    return _json(Refused(500, "internal error: see the worker's log").body(), 500, {"x-should-retry": "false"})
+
+
+class _RequestIds:
+    """Gives each response the header by which clients name a request."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message["headers"], (b"x-request-id", f"req_{secrets.token_hex(12)}".encode())]
+            await send(message)
+
+        await self._app(scope, receive, send_with_id)
+
+
+def _stream(chunks: AsyncGenerator[dict[str, Any]], asked: Completing) -> Response:
+    """Server-sent events; the last chunk has no choices but the usage, and is sent if the request asks for it. An error
+    after the first event is sent as an event too; clients raise it."""
+    with_usage = asked.stream_options.include_usage
 
     async def lines() -> AsyncIterator[str]:
-        async with contextlib.aclosing(chunks):  # type: ignore[type-var]
+        async with contextlib.aclosing(chunks):
             try:
                 async for chunk in chunks:
-                    yield f"data: {json.dumps(chunk)}\n\n"
+                    if with_usage or chunk["choices"]:
+                        yield f"data: {json.dumps({'usage': None} | chunk if with_usage else chunk)}\n\n"
                 yield "data: [DONE]\n\n"
-            except _Refused as refused:
+            except Refused as refused:
                 yield f"data: {json.dumps(refused.body())}\n\n"
+            except Exception:
+                log.exception("a stream of the endpoint failed")
+                yield f"data: {json.dumps(Refused(500, 'internal error').body())}\n\n"
 
     return StreamingResponse(lines(), media_type="text/event-stream")
 
 
-def _before_markup(text: str) -> str:
-    """The certain content of an unfinished completion: the text before a mark of reasoning or of a tool call."""
-    if text.lstrip()[:1] in ("{", "<", "["):  # a mark, or the beginning of one
-        return ""
-    ends = [at for mark in MARKUP if (at := text.find(mark)) >= 0]
-    return text[: min(ends, default=len(text))].rstrip()
-
-
-def _chat_reason(message: ChatMessage, drawn: Completion) -> str:
-    return "tool_calls" if message.get("tool_calls") else _reason(drawn)
+def _chat_reason(parser: MessageParser, drawn: Completion) -> str:
+    return "tool_calls" if parser.message.get("tool_calls") else _reason(drawn)
 
 
 def _reason(drawn: Completion) -> str:
     return "length" if drawn.ending == "length" else "stop"
 
 
-def _assistant(text: str) -> ChatMessage:
-    return {"role": "assistant", "content": text}
-
-
 def _outgoing(message: ChatMessage) -> ChatMessage:
-    """Encodes the arguments of tool calls as JSON strings, as clients expect."""
+    """A message, or a part of one, as clients expect it: the arguments of tool calls as JSON texts."""
     calls = [
         call | {"function": call["function"] | {"arguments": json.dumps(call["function"]["arguments"])}}
         for call in message.get("tool_calls", ())
@@ -503,31 +579,6 @@ def _outgoing(message: ChatMessage) -> ChatMessage:
 
 def _normalized(message: ChatMessage) -> list[Any]:
     """The parts that decide whether two messages are equal, independent of the client's formatting."""
-    calls = [(call["function"].get("name"), call["function"]["arguments"]) for call in message.get("tool_calls") or ()]
+    calls = [(call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls") or ()]
     content = (message.get("content") or "").strip()
     return [message.get("role"), content, message.get("reasoning_content") or None, calls]
-
-
-def _incoming(message: Any) -> ChatMessage:
-    """Converts a client's message for chat templates: arguments as objects, contents as texts."""
-    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        raise _Refused(400, "a message is an object with a 'role' and a 'content'")
-    content = message.get("content")
-    if isinstance(content, list):
-        content = "".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
-    changed: ChatMessage = {**message, "content": content or ""}
-    calls = message.get("tool_calls")
-    if isinstance(calls, list):
-        changed["tool_calls"] = [
-            call | {"function": call["function"] | {"arguments": _object(call["function"].get("arguments"))}}
-            for call in calls
-            if isinstance(call, dict) and isinstance(call.get("function"), dict)
-        ]
-    return changed
-
-
-def _object(arguments: Any) -> Any:
-    try:
-        return json.loads(arguments) if isinstance(arguments, str) else arguments
-    except ValueError:
-        return arguments

@@ -189,7 +189,7 @@ class LanguageHooks:
 
     def add_completion(self, episode: Episode, drawn: Completion) -> bool:
         """Appends what the engine drew; False if it was interrupted before the completion was finished."""
-        drawn = cut_at(self.tokenizer, self.stop_strings, drawn, episode.turn_ids())
+        drawn = cut_at(self.tokenizer.decode, self.stop_strings, drawn, episode.turn_ids())
         episode.generated(drawn.token_ids, drawn.logprobs, drawn.versions, drawn.version, drawn.digest)
         if drawn.ending == "interrupted":
             return False
