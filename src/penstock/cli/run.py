@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 import penstock
-from penstock.config.check import check_by_making, check_environment
+from penstock.config.check import check_by_making, check_environment, check_models
 from penstock.config.load import dump, load
 from penstock.config.reference import keys
 from penstock.config.run import Config
@@ -42,6 +42,7 @@ def check_command(config: Path, overrides: list[str]) -> int:
     resolved = load(config, overrides)
     check_environment(resolved)
     check_by_making(resolved)
+    check_models(resolved)
     for model in _hub_models(resolved):
         if cached(model) is None:
             typer.echo(f"model {model.name!r} is not in the local cache: `penstock run` will download it", err=True)
@@ -159,6 +160,7 @@ def _prepare(
         resolved = load(run.config_path, overrides)
         check_environment(resolved)
         if dry_run:
+            check_models(resolved)
             return resolved, None
         return resolved, run
     assert config is not None
@@ -167,6 +169,7 @@ def _prepare(
     if resolved.launch.kind == "ray":
         ray_launcher().check(resolved)
     if dry_run:
+        check_models(resolved)
         return resolved, None
     _download_models(resolved)
     return resolved, RunDir.create(resolved.run.dir, resolved.run.name, dump(resolved), penstock.__version__)

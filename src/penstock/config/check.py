@@ -12,7 +12,8 @@ from typing import Any
 from penstock.batch import advantage, filters
 from penstock.config.pipeline import PipelineSection
 from penstock.config.run import Config
-from penstock.engines.settings import PathModel
+from penstock.engines.hub import cached
+from penstock.engines.settings import HubModel, PathModel
 from penstock.envs.conformity import check_class, check_counted, check_text_environment
 from penstock.envs.registry import check_options, find_environment, find_reward, make_environment, scoring_of
 from penstock.envs.settings import EnvSection
@@ -53,6 +54,33 @@ def check_by_making(config: Config) -> None:
                 check_step_fits(pipeline, getattr(environment, "sample_bytes", None) or 0)
         finally:
             getattr(environment, "close", lambda: None)()
+
+
+def check_models(config: Config) -> None:
+    """Raises `ConfigError` for a language model on this machine that cannot be trained, or not served by its engine.
+    Loads transformers, but no weights."""
+    for pipeline in config.pipeline:
+        try:
+            _check_model(pipeline)
+        except ConfigError as error:
+            raise ConfigError(f"pipeline {pipeline.name!r}: {error}") from error
+
+
+def _check_model(pipeline: PipelineSection) -> None:
+    model = pipeline.model
+    if isinstance(model, HubModel):
+        directory = cached(model)
+    else:
+        directory = model.path if isinstance(model, PathModel) and not model.gguf_file else None
+    if directory is None:
+        return
+    transformers = importlib.import_module("transformers")
+    try:
+        config = transformers.AutoConfig.from_pretrained(directory, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"cannot read the configuration of the model in {str(directory)!r}: {error}") from error
+    importlib.import_module("penstock.train.support").check_trained(config)
+    importlib.import_module("penstock.engines.build").check_served(pipeline.engine, config)
 
 
 def made(config: Config, pipeline: PipelineSection, section: EnvSection) -> Any:

@@ -18,6 +18,7 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
+from penstock.engines.architecture import build_model
 from penstock.engines.settings import LoraSection, MlpModel, TinyModel
 from penstock.engines.tokenizer import CharacterTokenizer, Tokenizer, load_tokenizer
 from penstock.errors import ConfigError
@@ -411,8 +412,12 @@ def _build_pretrained(spec: PretrainedLanguageModel) -> LanguagePolicy:
     options = {} if spec.gguf_file is None else {"gguf_file": spec.gguf_file}
     try:
         # "local_files_only": a mistyped path must not become a download.
-        model = AutoModelForCausalLM.from_pretrained(
-            directory, dtype=getattr(torch, spec.dtype), local_files_only=True, attn_implementation="sdpa", **options
+        model = build_model(
+            AutoModelForCausalLM.from_pretrained,
+            directory,
+            dtype=getattr(torch, spec.dtype),
+            local_files_only=True,
+            **options,
         )
         tokenizer = load_tokenizer(directory, spec.gguf_file)
     except (OSError, ValueError, KeyError, ImportError) as error:

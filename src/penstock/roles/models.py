@@ -24,6 +24,7 @@ from penstock.engines.settings import HubModel, MlpModel, PathModel, TinyModel
 from penstock.runtime.tensors import device_of
 from penstock.train.objectives import EpisodeObjective, Objective, TokenObjective
 from penstock.train.sharding import ShardedPolicy
+from penstock.train.support import check_trained
 
 
 def policy_of(config: Config, pipeline: PipelineSection, environment: Any) -> LanguagePolicy | ActorCriticPolicy:
@@ -108,6 +109,7 @@ def objective_of(
     policy = policy_of(config, pipeline, environment)
     if isinstance(pipeline.model, MlpModel):
         return EpisodeObjective(policy, pipeline.ppo_loss)
+    check_trained(policy.module.config)
     if recomputes_activations(pipeline) and isinstance(policy, LanguagePolicy):
         policy.checkpoint_activations()
     trained, reference, teacher = policy, None, _teacher_of(pipeline)

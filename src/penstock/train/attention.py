@@ -22,6 +22,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
+from penstock.engines.architecture import text_config
+
 NAME = "penstock_forest"
 
 
@@ -80,10 +82,11 @@ class Forest:
 
 def attend_in_forests(module: nn.Module) -> bool:
     """Makes a model attend according to its `layout`. Returns False and changes nothing if the model cannot."""
-    from transformers import AttentionInterface
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import sdpa_mask
 
     model: Any = module
-    config = model.config
+    config = text_config(model)
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     windowed = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
     special = windowed or getattr(config, "attn_logit_softcapping", None) is not None
@@ -91,6 +94,7 @@ def attend_in_forests(module: nn.Module) -> bool:
     if special or kinds != {"full_attention"} or not getattr(base, "_supports_attention_backend", False):
         return False
     AttentionInterface.register(NAME, _attend)
+    AttentionMaskInterface.register(NAME, sdpa_mask)  # for calls without a layout
     config._attn_implementation = NAME
     return True
 
@@ -104,13 +108,15 @@ def _attend(
     scaling: float | None = None,
     dropout: float = 0.0,
     layout: Forest | None = None,
-    **_: Any,
+    **options: Any,
 ) -> tuple[Tensor, None]:
     """The attention function of a layer: [1, H, T, D] in, [1, T, H, D] out."""
-    grouped = query.shape[1] != key.shape[1]
     if layout is None:
-        out = scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=grouped)
-        return out.transpose(1, 2).contiguous(), None
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+        out, _ = sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **options)
+        return out, None
+    grouped = query.shape[1] != key.shape[1]
     if _flash_supports(query):
         return _flash(query, key, value, layout, scaling)[None], None
     parts: list[Tensor] = []

@@ -9,28 +9,26 @@ Shape suffixes: R rows, T tokens in a row, M trained tokens, H hidden, V vocabul
 
 from __future__ import annotations
 
+import inspect
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from penstock.batch.pack import TokenMicroBatch
+from penstock.engines.architecture import miniature
+from penstock.errors import ConfigError
 from penstock.train.attention import Forest
+
+log = logging.getLogger(__name__)
 
 CHUNK_BYTES = 256 << 20
 """Size of a chunk of float32 logits; the backward pass has up to three such arrays."""
-
-_CHANGES_LOGITS = (
-    "final_logit_softcapping",
-    "logit_scale",
-    "logits_scaling",
-    "lm_head_multiplier",
-    "output_multiplier_scale",
-)
-"""Entries of a model's config that change logits after the head. Such a model's own logits are used, all at once."""
 
 
 class TokenTensors:
@@ -57,13 +55,15 @@ class TokenTensors:
         self.options: dict[str, Any] = {}
         if batch.segments_K3 is not None:
             self.options["layout"] = Forest(batch.segments_K3, device)
+            # A mask of four dimensions is not replaced by the model; its content is not read.
+            self.options["attention_mask"] = torch.zeros((1, 1, 1, 1), dtype=torch.bool, device=device)
             self.options["position_ids"] = torch.from_numpy(batch.position_ids_RT.astype(np.int64)).to(device)
 
     def scores(self, module: nn.Module, temperature: float) -> tuple[Tensor, Tensor]:
         """Log-probability of each trained token, and entropy of the distribution it was drawn from."""
         head = output_head(module)
         if head is None:
-            logits_MV = self._call(module)[self.row_M, self.kept_M].float() / temperature
+            logits_MV = self._kept(self._call(module))[self.row_M, self.kept_M].float() / temperature
             log_p_MV = torch.log_softmax(logits_MV, dim=-1)
             logprobs_M = log_p_MV.gather(-1, self.target_M[:, None]).squeeze(-1)
             return logprobs_M, -(log_p_MV.exp() * log_p_MV).sum(-1)
@@ -71,7 +71,7 @@ class TokenTensors:
         found: list[Tensor] = []
 
         def project(hidden_RKH: Tensor) -> Tensor:
-            hidden_MH = hidden_RKH[self.row_M, self.kept_M]
+            hidden_MH = self._kept(hidden_RKH)[self.row_M, self.kept_M]
             found.extend(chunked_scores(hidden_MH, head.weight, head.bias, self.target_M, temperature))
             return found[0]
 
@@ -80,8 +80,12 @@ class TokenTensors:
         return logprobs_M, found[1]
 
     def _call(self, module: nn.Module) -> Tensor:
-        output = module(input_ids=self.token_ids_RT, use_cache=False, logits_to_keep=self.kept_columns, **self.options)
-        return output.logits
+        options = self.options | ({"logits_to_keep": self.kept_columns} if _keeps_columns(module) else {})
+        return module(input_ids=self.token_ids_RT, use_cache=False, **options).logits
+
+    def _kept(self, states: Tensor) -> Tensor:
+        """The columns to keep, of a model that may not have selected them itself."""
+        return states if states.shape[1] == len(self.kept_columns) else states[:, self.kept_columns]
 
 
 def _predictors(columns: np.ndarray, segments_K3: np.ndarray | None) -> np.ndarray:
@@ -97,9 +101,43 @@ def _predictors(columns: np.ndarray, segments_K3: np.ndarray | None) -> np.ndarr
 def output_head(module: nn.Module) -> nn.Linear | None:
     """The language-model head; None if logits are not exactly its output."""
     model: Any = module
-    changed = any(getattr(model.config, name, None) not in (None, 1, 1.0) for name in _CHANGES_LOGITS)
     head = model.get_output_embeddings()
-    return head if type(head) is nn.Linear and not changed else None
+    return head if type(head) is nn.Linear and head_gives_logits(module) else None
+
+
+_GIVES_LOGITS: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
+
+
+def head_gives_logits(module: nn.Module) -> bool:
+    """Whether a model's logits are the output of its head, and nothing caps, scales or shifts them afterwards. Tried
+    out on a miniature of it; False if there is none."""
+    if module not in _GIVES_LOGITS:
+        model: Any = module
+        try:
+            _GIVES_LOGITS[module] = _returns_what_the_head_returns(miniature(model.config))
+        except ConfigError as error:
+            log.info("a %s is trained with all of its logits in memory: %s", type(module).__name__, error)
+            _GIVES_LOGITS[module] = False
+    return _GIVES_LOGITS[module]
+
+
+def _returns_what_the_head_returns(model: Any) -> bool:
+    returned: list[Tensor] = []
+
+    def answer(hidden: Tensor) -> Tensor:
+        returned.append(torch.randn(*hidden.shape[:2], 8, generator=torch.Generator().manual_seed(0)) * 30)
+        return returned[0]
+
+    ids = torch.arange(3, 9)[None]
+    with torch.no_grad(), _forward_replaced(model.get_output_embeddings(), answer):
+        logits = model(input_ids=ids, use_cache=False).logits
+    return len(returned) == 1 and torch.equal(logits, returned[0])
+
+
+def _keeps_columns(module: nn.Module) -> bool:
+    model: Any = module
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    return "logits_to_keep" in inspect.signature(type(base).forward).parameters
 
 
 @contextmanager

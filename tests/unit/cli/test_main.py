@@ -49,6 +49,7 @@ def test_examples_are_valid(
     """Valid once the model is there, for the one that needs weights of its own, and the packages of the extras."""
     in_the_repository(monkeypatch)
     monkeypatch.setattr("penstock.config.check._check_packages", lambda config: None)
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     weights = [f"pipeline.sums.model.path={tmp_path}"] if example.stem.startswith("smollm2") else []
     assert check_command(example, weights) == 0
     assert "[[pipeline]]" in capsys.readouterr().out

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from penstock.batch.advantage import NAMED as ADVANTAGES
-from penstock.config.check import check_by_making, check_environment
+from penstock.config.check import check_by_making, check_environment, check_models
 from penstock.config.load import dump, load
 from penstock.config.pipeline import PipelineSection
 from penstock.envs.tasks import Copy
@@ -88,6 +88,24 @@ def test_paths_are_relative_to_the_configuration(elsewhere: Path):
     config = load(written(elsewhere, model='kind = "path"\npath = "model"'))
     assert config.run.extra_path == [(elsewhere / "mine").resolve()]
     check_environment(config)
+
+
+def test_models_that_cannot_be_trained_or_served_are_named(tmp_path: Path):
+    from transformers import BertConfig, LlamaConfig, Qwen2_5_VLConfig, Qwen3NextConfig
+
+    LlamaConfig().save_pretrained(tmp_path / "model")
+    config = load(written(tmp_path, model='kind = "path"\npath = "model"'))
+    check_models(config)
+    for kind, reason in (
+        (Qwen3NextConfig, "Qwen3NextForCausalLM has layers of other kinds: linear_attention; serve it with vLLM"),
+        (BertConfig, "BertLMHeadModel cannot be trained: the log-probability of a token changes"),
+        (Qwen2_5_VLConfig, "'qwen2_5_vl' cannot be trained: transformers [0-9.]+ has no causal language model"),
+    ):
+        kind().save_pretrained(tmp_path / "model")
+        with pytest.raises(ConfigError, match=f"pipeline 'p': .*{reason}"):
+            check_models(config)
+    Qwen3NextConfig().save_pretrained(tmp_path / "model")
+    check_models(load(written(tmp_path, model='kind = "path"\npath = "model"'), ["pipeline.p.engine.kind=vllm"]))
 
 
 def test_a_mistake_in_an_override_points_to_the_override(tmp_path: Path):

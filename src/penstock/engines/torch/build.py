@@ -15,7 +15,10 @@ from penstock.engines.serving import ServingEngine
 from penstock.engines.torch.engine import TorchEngine
 from penstock.engines.torch.settings import TorchEngineSection
 from penstock.engines.torch.shards import ShardGroup, Shards
+from penstock.engines.torch.support import check_served
 from penstock.runtime.tensors import device_of
+
+__all__ = ["build", "check_served", "follow"]
 
 
 def build(section: TorchEngineSection, policy: LanguagePolicy | ActorCriticPolicy, site: Site) -> ServingEngine:
@@ -29,6 +32,7 @@ def build(section: TorchEngineSection, policy: LanguagePolicy | ActorCriticPolic
 def _engine(section: TorchEngineSection, policy: LanguagePolicy | ActorCriticPolicy, site: Site) -> ServingEngine:
     if not isinstance(policy, LanguagePolicy):
         return PolicyEngine(policy.module, seed=site.seed, progressed=site.progressed)
+    check_served(policy.module.config)
     shards = None
     if (ranks := site.ranks) is not None:
         device = _device(site.device, site.process.index, 0, ranks.count)

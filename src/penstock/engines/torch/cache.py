@@ -8,12 +8,12 @@ Shape suffixes: B rows of this forward, Q tokens read by it, C columns, H heads,
 
 from __future__ import annotations
 
-from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from penstock.engines.architecture import text_config
 from penstock.errors import ConfigError, LocalProtocolError
 
 COLUMNS_AT_ONCE = 64
@@ -127,7 +127,7 @@ class RowCache:
 
 def window_of(model: nn.Module) -> tuple[int | None, tuple[str, ...]]:
     """The sliding window, if any, and the kinds of attention layers."""
-    config: Any = model.config
+    config = text_config(model)
     window = getattr(config, "sliding_window", None)
     kinds = tuple(sorted(set(getattr(config, "layer_types", None) or ())))
     if not kinds:
@@ -139,21 +139,34 @@ def _layout_of(model: nn.Module) -> tuple[int, int, int, torch.dtype]:
     """Layers, heads, width and type of the model's keys and values, from a forward of one token."""
     from transformers import DynamicCache
 
-    cache: Any = DynamicCache()
-    device = next(model.parameters()).device
-    _, kinds = window_of(model)
-    supported = not {*kinds} - {"full_attention", "sliding_attention"}
-    with torch.inference_mode(), suppress(IndexError):  # some models with other layers expect a cache of their own
-        ids = torch.zeros((1, 1), dtype=torch.long, device=device)
-        model(input_ids=ids, past_key_values=cache, use_cache=True)
-    tensors = [tensor for layer in cache.layers for tensor in (layer.keys, layer.values) if tensor is not None]
-    shapes = {tuple(tensor.shape) for tensor in tensors}
-    layers: Any = model.config.num_hidden_layers  # type: ignore[union-attr]
-    if len(tensors) != 2 * layers or len(shapes) != 1 or not supported:
+    name, (_, kinds) = type(model).__name__, window_of(model)
+    if other := sorted({*kinds} - {"full_attention", "sliding_attention"}):
         raise ConfigError(
-            "the torch engine serves models whose layers all attend to tokens, with keys and values of one shape; "
-            f"this {type(model).__name__} has {len(tensors) // 2} such layers of {layers}, of the kinds {kinds}, with "
-            f"the shapes {sorted(shapes)}; serve it with vLLM"
+            f"the torch engine serves models whose layers all attend to tokens; this {name} has layers of other kinds: "
+            f"{', '.join(other)}; serve it with vLLM"
         )
-    _, heads, _, width = tensors[0].shape
-    return layers, heads, width, tensors[0].dtype
+    cache: Any = DynamicCache()
+    ids = torch.zeros((1, 1), dtype=torch.long, device=next(model.parameters()).device)
+    try:
+        with torch.inference_mode():
+            model(input_ids=ids, past_key_values=cache, use_cache=True)
+    except Exception as error:  # of the model's code
+        raise ConfigError(
+            f"the torch engine serves models with a cache of keys and values; this {name} needs another one "
+            f"({type(error).__name__}: {error}); serve it with vLLM"
+        ) from error
+    held = [layer for layer in cache.layers if getattr(layer, "keys", None) is not None]
+    shapes = {tuple(tensor.shape) for layer in held for tensor in (layer.keys, layer.values)}
+    layers = getattr(text_config(model), "num_hidden_layers", len(held))
+    if not held or len(held) != layers:
+        raise ConfigError(
+            f"the torch engine serves models whose layers all attend to tokens; this {name} has {layers} layers and "
+            f"caches keys and values of {len(held)}; serve it with vLLM"
+        )
+    if len(shapes) > 1:
+        raise ConfigError(
+            f"the torch engine serves models with keys and values of one shape; those of this {name} have several: "
+            f"{', '.join(str(shape[1::2]) for shape in sorted(shapes))} (heads, width); serve it with vLLM"
+        )
+    _, heads, _, width = held[0].keys.shape
+    return layers, heads, width, held[0].keys.dtype

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from penstock.engines.architecture import text_config
 from penstock.engines.requests import Sampling
 from penstock.engines.torch.cache import RowCache, window_of
 from penstock.engines.torch.sampling import Kind, SamplingParams, draw
@@ -63,7 +64,7 @@ class Decoding:
         self._use_graphs = graphs
         self._mask_dtype = next(model.parameters()).dtype
         self._window, self._layer_kinds = window_of(model)
-        self._max_positions: int = getattr(model.config, "max_position_embeddings", None) or sys.maxsize
+        self._max_positions: int = getattr(text_config(model), "max_position_embeddings", None) or sys.maxsize
         self._graphs: dict[tuple[int, int, Kind], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         self._pool: Any = None
         self._ids_S = self._positions_S = torch.empty(0, dtype=torch.long)

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from penstock.engines.architecture import text_config
 from penstock.engines.requests import Completion, Ending, Sampling
 from penstock.engines.serving import Serving, ServingEngine
 from penstock.engines.torch import seating
@@ -78,8 +79,7 @@ class TorchEngine(ServingEngine):
             kept_tokens = 0  # the other ranks do not implement saved caches
         super().__init__(Serving(model, version=version, digest=digest), seed)
         self.pad_id = pad_id
-        config: Any = getattr(model, "config", None)
-        self.max_positions: int | None = max_positions_of(config)
+        self.max_positions: int | None = max_positions_of(text_config(model))
         self._progressed = progressed
         self._interrupted = threading.Event()
         self._seating = Seating(rows, cache_tokens, kept_tokens)

@@ -46,4 +46,4 @@ def grouped_attention(
     attended = torch.nn.functional.scaled_dot_product_attention(
         grouped, key, value, attn_mask=attention_mask, scale=options.get("scaling")
     )
-    return attended.reshape(rows, 1, heads, width), None
+    return attended.reshape(rows, 1, heads, value.shape[-1]), None

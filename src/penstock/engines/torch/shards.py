@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from penstock.engines.architecture import text_config
 from penstock.engines.requests import Sampling
 from penstock.engines.torch.cache import RowCache
 from penstock.engines.torch.decoding import Decoding, Output
@@ -319,7 +320,7 @@ class LeadingDecoding(Decoding):
 
 
 def _check_divides(model: nn.Module, ranks: int) -> None:
-    config: Any = model.config
+    config = text_config(model)
     name = type(model).__name__
     if hasattr(model, "peft_config"):
         raise ConfigError("engine.tensor_parallel above 1 does not support adapters; set it to 1, or use vLLM")

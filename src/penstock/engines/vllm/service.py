@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from penstock.engines.architecture import text_config
 from penstock.engines.models import AdaptedPolicy, LanguagePolicy
 from penstock.engines.protocol import Site
 from penstock.engines.requests import Completion, Sampling
@@ -195,7 +196,7 @@ def gpus_at(devices: Sequence[int], configured: str, visible: Sequence[str]) -> 
 
 
 def server_settings(site: Site, section: VllmEngineSection, policy: LanguagePolicy) -> ServerSettings:
-    config: Any = policy.module.config
+    config = text_config(policy.module)
     process, accelerator = site.process, device_of(site.device).type != "cpu"
     head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     if not accelerator and head_size not in HEAD_SIZES_ON_CPU:
