@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -22,6 +23,7 @@ from running import outside_address
 
 from penstock.errors import LocalProtocolError, RemoteProtocolError, RunFailed, Stale, Transient
 from penstock.payload.exchange import REQUEST, STATUS, Code, ExchangeLimits, consume, hello, read
+from penstock.payload.io import tcp
 from penstock.payload.io.fetch import BatchFetcher
 from penstock.payload.io.mapping import Mapping
 from penstock.payload.io.reader import Finalisation, Lease, RingReader
@@ -45,7 +47,7 @@ class World:
         self.servers: list[TcpServer] = []
 
     def serve(
-        self, limits: ExchangeLimits = LIMITS, ports: tuple[int, ...] = (0,), max_connections: int = 8
+        self, limits: ExchangeLimits = LIMITS, ports: tuple[int, ...] = (0,), max_strangers: int = 8
     ) -> TcpServer:
         server = TcpServer(
             self.ring.name,
@@ -53,7 +55,7 @@ class World:
             ports=ports,
             directory=self.directory,
             limits=limits,
-            max_connections=max_connections,
+            max_strangers=max_strangers,
         )
         self.servers.append(server)
         return server
@@ -236,7 +238,7 @@ def test_a_fresh_connection_is_served_while_the_first_is_still_sending(world: Wo
 
 
 def test_a_flood_of_unknown_clients_keeps_no_client_out(world: World) -> None:
-    server = world.serve(PATIENT, max_connections=4)
+    server = world.serve(PATIENT, max_strangers=4)
     with contextlib.ExitStack() as stack:
         for _ in range(30):
             stack.enter_context(connected(server))
@@ -246,19 +248,28 @@ def test_a_flood_of_unknown_clients_keeps_no_client_out(world: World) -> None:
         assert server.statistics().connections <= 4
 
 
-def test_known_clients_are_not_closed_for_unknown_ones(world: World) -> None:
-    server = world.serve(PATIENT, max_connections=2)
-    with connected(server, hello("secret")) as first, connected(server, hello("secret")) as second:
-        refs = [world.ring.write([bytes([number])], timeout_s=5) for number in range(2)]
-        for connection, ref in ((first, refs[0]), (second, refs[1])):
+def test_known_clients_are_not_limited_and_not_closed_for_unknown_ones(world: World) -> None:
+    server = world.serve(PATIENT, max_strangers=2)
+    with contextlib.ExitStack() as stack:
+        known = [stack.enter_context(connected(server, hello("secret"))) for _ in range(100)]
+        for _ in range(10):
+            stack.enter_context(connected(server))
+        eventually(lambda: server.statistics().turned_away == 8)
+        ref = world.ring.write([b"x"], timeout_s=5)
+        for connection in known:
             connection.sendall(read(ref))
-            assert len(receive(connection, STATUS.size + 1)) == STATUS.size + 1
-        with connected(server) as unknown:
-            assert is_ended(unknown)
-        assert server.statistics().connections == 2
+            assert receive(connection, STATUS.size + 1)[-1:] == b"x"
+        assert server.statistics().connections == 100 + 2
 
 
-def test_a_client_that_only_asks_is_held_up_and_cut_off(world: World) -> None:
+def test_a_client_that_only_asks_is_held_up_and_cut_off(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Seen(tcp._Connection):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            serving.append(self)
+
+    serving: list[Seen] = []
+    monkeypatch.setattr(tcp, "_Connection", Seen)
     server = world.serve()
     gone = world.ring.write([b"gone"], timeout_s=5)
     world.ring.discard([gone])
@@ -269,8 +280,6 @@ def test_a_client_that_only_asks_is_held_up_and_cut_off(world: World) -> None:
                 connection.sendall(read(gone) * 1000)
             except ConnectionError:
                 cut_off = True
-            with server._lock:
-                serving = [one for group in server._connections.values() for one in group]
             read_ahead = max([read_ahead, *(len(one._buffer) for one in serving)])
     assert 0 < read_ahead <= RECEIVE_BYTES + REQUEST.size
     eventually(lambda: server.statistics().connections == 0)
@@ -340,7 +349,7 @@ def test_unknown_ucxx_clients_that_stall_or_send_garbage_cost_their_own_connecti
     from penstock.payload.io.ucxx_client import UcxxWire
     from penstock.runtime.ucx import TAG
 
-    server = UcxxServer(world.ring.name, "secret", directory=world.directory, limits=LIMITS, max_connections=4)
+    server = UcxxServer(world.ring.name, "secret", directory=world.directory, limits=LIMITS, max_strangers=4)
     wire = UcxxWire()
     host, port = "127.0.0.1", server.ports[0]
     nonsense = [b"P", bytes(TAG.size + 40), hello("guess") + bytes(TAG.size), os.urandom(300)]
@@ -413,17 +422,13 @@ def test_a_dead_acceptor_is_seen_and_its_port_no_longer_advertised(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server = world.serve(ports=(0, 0))
-    first, second = server.ports
-    admit = server._admit
+    _, second = server.ports
 
-    def admit_or_die(port: int, peer: socket.socket) -> None:
-        if port == first:
-            peer.close()
-            raise MemoryError("witness")
-        admit(port, peer)
+    def die(received: bytearray) -> bool:
+        raise MemoryError("witness")
 
-    monkeypatch.setattr(server, "_admit", admit_or_die)
-    with connected(server):
+    monkeypatch.setattr(server._served[0].door, "_inspect", die)
+    with connected(server, b"P"):
         eventually(lambda: server.ports == (second,))
     with pytest.raises(LocalProtocolError, match="witness"):
         server.check()
@@ -434,7 +439,7 @@ def test_a_dead_acceptor_is_seen_and_its_port_no_longer_advertised(
 def test_a_port_that_can_never_accept_again_is_told_of(world: World) -> None:
     server = world.serve(PATIENT, ports=(0, 0))
     first, second = server.ports
-    server._listeners[first].shutdown(socket.SHUT_RDWR)  # as a process that shares the socket can
+    server._served[0].door._listener.shutdown(socket.SHUT_RDWR)  # as a process that shares the socket can
     eventually(lambda: server.ports == (second,))
     with pytest.raises(LocalProtocolError, match=f"port {first} stopped accepting"):
         server.check()
@@ -455,14 +460,36 @@ def test_a_thread_that_cannot_be_started_costs_its_connection_only(
         start(thread)
 
     monkeypatch.setattr(threading.Thread, "start", start_or_refuse)
-    with connected(server) as turned_away:
+    with connected(server, hello("secret")) as turned_away:
         turned_away.settimeout(30)
         assert turned_away.recv(1) == b""
     assert refused
     world.expect_service(server)
     server.check()
     eventually(lambda: server.statistics().connections == 0)
-    assert server.statistics().turned_away == 1
+
+
+def test_clients_wait_for_a_thread_when_there_are_no_more(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = world.serve(PATIENT)
+    start = threading.Thread.start
+    refused: list[str] = []
+
+    def start_or_refuse(thread: threading.Thread) -> None:
+        serving = [one for one in threading.enumerate() if one.name == "payload-serve"]
+        if thread.name == "payload-serve" and serving:
+            refused.append(thread.name)
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_or_refuse)
+    refs = [world.ring.write([bytes([number])], timeout_s=5) for number in range(2)]
+    with connected(server, hello("secret") + read(refs[0])) as first:
+        assert receive(first, STATUS.size + 1)[-1] == 0
+        with connected(server, hello("secret") + read(refs[1])) as second:
+            eventually(lambda: len(refused) == 1)
+            assert server.statistics().connections == 2
+            first.close()
+            assert receive(second, STATUS.size + 1)[-1] == 1
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")

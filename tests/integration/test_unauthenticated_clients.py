@@ -235,24 +235,50 @@ def idle_flood(address: Address, stack: ExitStack) -> None:
             stack.enter_context(connect(address))
 
 
-def endless_line(address: Address, stack: ExitStack) -> None:
-    """Heads that do not end, as fast as they are taken; each connection that is closed is opened again."""
+def repeated(address: Address, stack: ExitStack, begin: bytes, more: bytes) -> None:
+    """Sends `begin`, then `more` without end and without reading; a connection that is closed is opened again."""
     over = threading.Event()
 
     def send() -> None:
         while not over.is_set():
             with contextlib.suppress(OSError), connect(address) as connection:
                 connection.settimeout(0.5)
-                connection.sendall(b"GET /healthz HTTP/1.1\r\nX-Endless: ")
-                while not over.is_set():
-                    connection.sendall(b"a" * 65536)
-            over.wait(0.02)
+                connection.sendall(begin)
+                while more and not over.is_set():
+                    connection.sendall(more)
+            over.wait(0.02 if more else 0.001)
 
     threads = [threading.Thread(target=send) for _ in range(3)]
     stack.callback(lambda: [thread.join(10) for thread in threads])
     stack.callback(over.set)
     for thread in threads:
         thread.start()
+
+
+CHUNKED = b"POST /healthz HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+
+def endless_line(address: Address, stack: ExitStack) -> None:
+    """Heads that do not end."""
+    repeated(address, stack, b"GET /healthz HTTP/1.1\r\nX-Endless: ", b"a" * 65536)
+
+
+def endless_trailers(address: Address, stack: ExitStack) -> None:
+    repeated(address, stack, CHUNKED + b"0\r\n", b"T: v\r\n" * 10_000)
+
+
+def endless_extension(address: Address, stack: ExitStack) -> None:
+    repeated(address, stack, CHUNKED + b"3;", b"e=v;" * 16_000)
+
+
+def unread_replies(address: Address, stack: ExitStack) -> None:
+    """Requests, one after the other, whose replies are never read."""
+    repeated(address, stack, b"", b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n" * 1000)
+
+
+def churn(address: Address, stack: ExitStack) -> None:
+    """Connections that are closed at once."""
+    repeated(address, stack, b"", b"")
 
 
 def garbage(address: Address, stack: ExitStack) -> None:
@@ -274,7 +300,16 @@ def half_open(address: Address, stack: ExitStack) -> None:
                 connection.shutdown(socket.SHUT_WR)
 
 
-ATTACKS: tuple[Callable[[Address, ExitStack], None], ...] = (idle_flood, endless_line, garbage, half_open)
+ATTACKS: tuple[Callable[[Address, ExitStack], None], ...] = (
+    idle_flood,
+    endless_line,
+    endless_trailers,
+    endless_extension,
+    unread_replies,
+    churn,
+    garbage,
+    half_open,
+)
 
 
 def _no(answer: object) -> None:
@@ -299,9 +334,16 @@ def many_files() -> Iterator[None]:
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
+HTTP_PORTS = ("control", "dashboard", "agents")
+HTTP_ATTACKS = (endless_trailers, endless_extension, unread_replies)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("attack", ATTACKS, ids=lambda attack: attack.__name__)
-@pytest.mark.parametrize("port", PORTS)
+@pytest.mark.parametrize(
+    ("port", "attack"),
+    [(port, attack) for port in PORTS for attack in ATTACKS if port in HTTP_PORTS or attack not in HTTP_ATTACKS],
+    ids=lambda value: getattr(value, "__name__", value),
+)
 def test_unauthenticated_clients_keep_no_other_out(
     tmp_path: Path, port: str, attack: Callable[[Address, ExitStack], None], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -214,8 +214,7 @@ class ServerExchange:
 
     def _check_hello(self, data: bytes, now: float) -> list[Effect]:
         if not hmac.compare_digest(data, self._hello):
-            refusal = SendStatus(_refusal(Code.REFUSED, "wrong protocol version or token"))
-            return [refusal, *self._close("wrong hello")]
+            return [SendStatus(refused_hello()), *self._close("wrong hello")]
         self._await_request(now)
         return []
 
@@ -247,6 +246,11 @@ class ServerExchange:
 def hello(token: str) -> bytes:
     """The first message of a client. Its length is fixed for any token, so that comparing takes constant time."""
     return HELLO.pack(MAGIC, VERSION, hashlib.sha256(b"penstock payload\0" + token.encode()).digest())
+
+
+def refused_hello() -> bytes:
+    """The status after a wrong hello."""
+    return _refusal(Code.REFUSED, "wrong protocol version or token")
 
 
 def read(ref: PayloadRef) -> bytes:

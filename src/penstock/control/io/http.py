@@ -13,10 +13,9 @@ changes nothing. A request that the controller refuses gets an error status with
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import socket
-from collections.abc import Awaitable, Callable, Iterator, MutableMapping
+from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
 import orjson
@@ -27,7 +26,8 @@ from penstock.control.io.exposition import StatusCollector
 from penstock.control.io.service import ControlService
 from penstock.errors import ConfigError, RemoteProtocolError, RunFailed
 from penstock.records.section import LOOPBACK
-from penstock.runtime.http_guard import PortGuard, bearer
+from penstock.runtime.http_guard import GuardedServer, bearer
+from penstock.runtime.listening import BACKLOG, bound
 from penstock.wire.codec import MAX_MESSAGE_BYTES, Codec
 from penstock.wire.messages import Refused, Reply, Request
 
@@ -152,27 +152,19 @@ class ControlApp:
         return status, MSGPACK, self._replies.encode(answer)
 
 
-class _Server(uvicorn.Server):
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield  # the process handles signals, not the server
-
-
 class ControlServer:
     """Serves the app on one port. Call `bind` first: it fails at once if the port is taken, and returns the port."""
 
     def __init__(
-        self, app: ControlApp, *, host: str = LOOPBACK, port: int = 0, max_unauthenticated: int | None = None
+        self, app: ControlApp, *, host: str = LOOPBACK, port: int = 0, max_strangers: int | None = None
     ) -> None:
-        """`max_unauthenticated` limits the connections that have not sent the token yet; None: from the limit of open
+        """`max_strangers` limits the connections that have not sent the token yet; None: from the limit of open
         files."""
         self.host = host
         self.port = port
-        self.guard = PortGuard(app.has_credential, max_unauthenticated=max_unauthenticated)
         config = uvicorn.Config(
             app,  # type: ignore[arg-type]
             loop="none",
-            http=self.guard.protocol,  # type: ignore[arg-type]
             ws="none",
             lifespan="off",
             interface="asgi3",
@@ -184,24 +176,19 @@ class ControlServer:
             timeout_keep_alive=120,
             timeout_graceful_shutdown=2,
         )
-        self._server = _Server(config)
+        self._server = GuardedServer(config, app.has_credential, max_strangers=max_strangers)
         self._socket: socket.socket | None = None
         self._ended = asyncio.Event()
 
     def bind(self) -> int:
         """Binds the port and returns its number; for port 0 the kernel chooses one."""
-        family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
-        listener = socket.socket(family, socket.SOCK_STREAM)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            listener.bind((self.host, self.port))
-            listener.listen(512)  # before `serve`, so that early peers wait instead of being refused
+            listener = bound(self.host, self.port)
+            listener.listen(BACKLOG)  # before `serve`, so that early peers wait instead of being refused
         except (OSError, OverflowError) as error:
-            listener.close()
             raise ConfigError(
                 f"the controller cannot listen on {self.host}:{self.port}: {error}; choose another port, or 0 for any"
             ) from error
-        listener.setblocking(False)
         self.port = listener.getsockname()[1]
         self._socket = listener
         return self.port

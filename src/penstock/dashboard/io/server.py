@@ -11,19 +11,20 @@ from pathlib import Path
 from typing import Any
 
 import orjson
-import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import FileResponse, PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
+from uvicorn import Config
 
 from penstock.dashboard import page, settings_table, views
 from penstock.dashboard.io.answers import answer
 from penstock.dashboard.io.files import own_files
 from penstock.dashboard.io.shelf import Shelf
 from penstock.errors import ConfigError, PenstockError
-from penstock.runtime.http_guard import PortGuard
+from penstock.runtime.http_guard import GuardedServer
+from penstock.runtime.listening import BACKLOG, bound
 from penstock.runtime.offload import Offload
 
 READ_BUDGET_S = 0.5
@@ -158,12 +159,10 @@ class Guarded:
 
 def bind(host: str, port: int) -> socket.socket:
     """Binds the port; raises `ConfigError` if that fails."""
-    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        listener.bind((host, port))
+        listener = bound(host, port)
+        listener.listen(BACKLOG)  # before `serve`, so that an early browser waits instead of being refused
     except (OSError, OverflowError) as error:
-        listener.close()
         raise ConfigError(
             f"the dashboard cannot listen on {host}:{port}: {error}; choose another port, or 0 for any"
         ) from error
@@ -173,10 +172,8 @@ def bind(host: str, port: int) -> socket.socket:
 def serve(app: ASGIApp, token: str, listener: socket.socket) -> None:
     """Serves until interrupted."""
     key = f"/{token}/".encode()
-    guard = PortGuard(lambda url, headers: secrets.compare_digest(url[: len(key)], key))
-    config = uvicorn.Config(
+    config = Config(
         app,  # type: ignore[arg-type]
-        http=guard.protocol,  # type: ignore[arg-type]
         lifespan="off",
         ws="none",
         log_config=None,
@@ -184,8 +181,12 @@ def serve(app: ASGIApp, token: str, listener: socket.socket) -> None:
         server_header=False,
         timeout_graceful_shutdown=2,
     )
+
+    def has_credential(url: bytes, headers: list[tuple[bytes, bytes]]) -> bool:
+        return secrets.compare_digest(url[: len(key)], key)
+
     with listener:
-        uvicorn.Server(config).run(sockets=[listener])
+        GuardedServer(config, has_credential, handles_signals=True).run(sockets=[listener])
 
 
 def _json(body: dict[str, Any], status: int = 200) -> Response:

@@ -11,6 +11,8 @@ import socket
 import struct
 import time
 
+from penstock.runtime.listening import watch_link
+
 SLACK_S = 0.01
 _TIMEVAL = struct.Struct("ll")
 
@@ -20,7 +22,7 @@ class TimedSocket:
 
     def __init__(self, connection: socket.socket) -> None:
         connection.setblocking(True)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        watch_link(connection)
         self._connection = connection
         self._limits_s = {socket.SO_RCVTIMEO: float("inf"), socket.SO_SNDTIMEO: float("inf")}
 

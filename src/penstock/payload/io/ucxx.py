@@ -53,14 +53,14 @@ class UcxxServer:
         ports: Sequence[int] = (0,),
         directory: str = DIRECTORY,
         limits: ExchangeLimits | None = None,
-        max_connections: int = 64,
+        max_strangers: int = 64,
     ) -> None:
         """`self.ports` are the bound ports; 0 in `ports` means any free one."""
         self._service = Service(ring, token, directory=directory, limits=limits, label="ucxx server")
         self._ports: list[_Port] = []
         try:
             for port in ports:
-                self._ports.append(_Port(self._service, Worker(host), port, max_connections))
+                self._ports.append(_Port(self._service, Worker(host), port, max_strangers))
             self.ports = tuple(port.wait_bound() for port in self._ports)
         except BaseException:
             self.close()
@@ -95,10 +95,10 @@ class UcxxServer:
 class _Port:
     """One listener with its own thread, worker and connections."""
 
-    def __init__(self, service: Service, worker: Worker, port: int, max_connections: int) -> None:
+    def __init__(self, service: Service, worker: Worker, port: int, max_strangers: int) -> None:
         self._service = service
         self._requested = port
-        self._max_connections = max_connections
+        self._max_strangers = max_strangers
         self._worker = worker
         self._bound: queue.SimpleQueue[int | BaseException] = queue.SimpleQueue()
         self._stopping = self._breaking = False
@@ -159,8 +159,8 @@ class _Port:
             self.connections = [connection for connection in self.connections if not connection.closed]
 
     def _admit(self, connection: _Connection) -> None:
-        leaving = turned_away(self.connections, connection, self._max_connections)
         self.connections.append(connection)
+        leaving = turned_away(self.connections, self._max_strangers)
         self._service.count("accepted")
         if leaving is not None:
             self._service.count("turned_away")

@@ -16,9 +16,8 @@ import contextlib
 import json
 import logging
 import secrets
-import socket
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from typing import Any
 
 import msgspec
@@ -41,6 +40,7 @@ from penstock.envs.chat_parser import (
     without_beginning_of,
 )
 from penstock.errors import ConfigError, PeerLost, PenstockError, RunFailed
+from penstock.records.section import LOOPBACK
 from penstock.rollout.api_requests import (
     MODEL,
     ChatRequest,
@@ -52,7 +52,8 @@ from penstock.rollout.api_requests import (
     token_request,
 )
 from penstock.rollout.completions import cut_at, joined
-from penstock.runtime.http_guard import PortGuard, bearer
+from penstock.runtime.http_guard import GuardedServer
+from penstock.runtime.listening import BACKLOG, bound
 
 log = logging.getLogger(__name__)
 
@@ -135,12 +136,6 @@ class _EngineRequest(msgspec.Struct):
         return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
 
 
-class _Server(uvicorn.Server):
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield  # signals belong to the process, not to its port
-
-
 class Endpoint:
     """Serves on its own port, on the event loop of `run`."""
 
@@ -158,9 +153,9 @@ class Endpoint:
         self._sampling = sampling
         self._chat = chat
         self._episodes: dict[str, Recorded] = {}
-        self._listener = socket.create_server(("127.0.0.1", 0), backlog=512)
-        self._listener.setblocking(False)
-        self.base_url = f"http://127.0.0.1:{self._listener.getsockname()[1]}/v1"
+        self._listener = bound(LOOPBACK, 0)
+        self._listener.listen(BACKLOG)
+        self.base_url = f"http://{LOOPBACK}:{self._listener.getsockname()[1]}/v1"
         routes = [
             Route("/v1/models", self._models, methods=["GET"]),
             Route("/v1/models/{name:path}", self._model, methods=["GET"]),
@@ -170,11 +165,9 @@ class Endpoint:
         ]
         handlers: Any = {Refused: _refused, HTTPException: _not_served, Exception: _failed}
         app = _RequestIds(Starlette(routes=routes, exception_handlers=handlers))
-        guard = PortGuard(self._has_credential)
         config = uvicorn.Config(
             app,
             loop="none",
-            http=guard.protocol,  # type: ignore[arg-type]
             ws="none",
             lifespan="off",
             log_config=None,
@@ -182,7 +175,7 @@ class Endpoint:
             timeout_keep_alive=120,
             timeout_graceful_shutdown=1,
         )
-        self._server = _Server(config)
+        self._server = GuardedServer(config, self._has_credential)
 
     async def run(self) -> None:
         """Serves until `close`."""
@@ -202,11 +195,15 @@ class Endpoint:
         self._episodes.pop(key).closed = True
 
     def _has_credential(self, url: bytes, headers: list[tuple[bytes, bytes]]) -> bool:
-        return any(bearer(key)(url, headers) for key in [*self._episodes])
+        """A search in a table: keys are long and random, and there may be thousands."""
+        return any(name == b"authorization" and self._find(value.decode("latin-1")) for name, value in headers)
+
+    def _find(self, authorization: str) -> Recorded | None:
+        kind, _, key = authorization.partition(" ")
+        return self._episodes.get(key) if kind.lower() == "bearer" else None
 
     def _episode(self, request: Request) -> Recorded:
-        kind, _, key = request.headers.get("authorization", "").partition(" ")
-        found = self._episodes.get(key) if kind.lower() == "bearer" else None
+        found = self._find(request.headers.get("authorization", ""))
         if found is None:
             raise Refused(401, "this key belongs to no running episode", code="invalid_api_key")
         return found

@@ -24,7 +24,7 @@ import torch
 from penstock.errors import LocalProtocolError, RemoteProtocolError, Stale, Transient
 from penstock.records.section import LOOPBACK
 from penstock.records.weights import Manifest
-from penstock.runtime.listening import Peer, ThreadedPort, receive
+from penstock.runtime.listening import Peer, ThreadedPort, receive, watch_link
 from penstock.weights.io.digest import PIECE_BYTES, torch_dtype
 from penstock.weights.io.fetch import BucketSource, fetch, fits
 from penstock.weights.io.files import FileSource, FileTransport
@@ -39,6 +39,8 @@ REPLY = struct.Struct("<BQ")
 """Status and length of the body."""
 MAGIC = b"PSW1"
 OK, GONE, REFUSED = 0, 1, 2
+IDLE_S = 20.0
+"""A replica gives up a transfer of which nothing arrives for this time, and tries again."""
 
 
 class Offered:
@@ -107,7 +109,8 @@ WEIGHTS = WeightsSection()
 
 
 class ArtifactServer:
-    """Serves the newest versions of a run directory. Bound when the constructor returns; one thread per connection."""
+    """Serves the newest versions of a run directory. Bound when the constructor returns; one thread per connection of a
+    replica, however many there are."""
 
     def __init__(
         self,
@@ -117,20 +120,28 @@ class ArtifactServer:
         keep: int = WEIGHTS.keep,
         host: str = LOOPBACK,
         port: int = 0,
-        max_connections: int = 64,
+        max_strangers: int | None = None,
         idle_timeout_s: float = 60.0,
         hello_timeout_s: float = 5.0,
     ) -> None:
-        """A connection without a request with the token is closed after `hello_timeout_s`, or before that in favour of
-        a new one if there are `max_connections`."""
+        """The first request of a connection shows the token, within `hello_timeout_s`."""
         self._versions = OfferedVersions(run_dir, keep)
         self._token = token_digest(token)
         self._idle_timeout_s = idle_timeout_s
-        self._hello_timeout_s = hello_timeout_s
         self._lock = threading.Lock()
         self.served_bytes = 0
-        self.refusals = 0
-        self._port = ThreadedPort(self._serve, "weights", host=host, port=port, max_connections=max_connections)
+        self._refusals = 0
+        self._port = ThreadedPort(
+            self._serve,
+            "weights",
+            hello_bytes=REQUEST.size,
+            has_token=self._has_token,
+            refusal=REPLY.pack(REFUSED, 0),
+            host=host,
+            port=port,
+            hello_s=hello_timeout_s,
+            max_strangers=max_strangers,
+        )
         self.address = self._port.address
 
     def __repr__(self) -> str:
@@ -145,25 +156,29 @@ class ArtifactServer:
         self._versions.clear()
         self._port.close(timeout_s)
 
-    def _serve(self, peer: Peer) -> None:
-        connection = peer.connection
-        header = bytearray(REQUEST.size)
-        while not self._port.closing:
-            wait_s = self._idle_timeout_s if peer.authenticated else self._hello_timeout_s
-            if not peer.receive(memoryview(header), wait_s):
-                return
-            connection.settimeout(self._idle_timeout_s)
-            if not self._answer(connection, REQUEST.unpack(header)):
-                return
-            peer.authenticated = True
+    @property
+    def refusals(self) -> int:
+        """Requests without the token, or for bytes that no version has."""
+        return self._refusals + self._port.refused
 
-    def _answer(self, connection: socket.socket, request: tuple[bytes, bytes, bytes, int, int, int]) -> bool:
+    def _has_token(self, request: bytes) -> bool:
+        magic, token, *_ = REQUEST.unpack(request)
+        return magic == MAGIC and hmac.compare_digest(token, self._token)
+
+    def _serve(self, peer: Peer) -> None:
+        request = bytearray(peer.hello)
+        while not self._port.closing:
+            peer.connection.settimeout(self._idle_timeout_s)
+            if not self._answer(peer.connection, bytes(request)):
+                return
+            if not peer.receive(memoryview(request), self._idle_timeout_s):
+                return
+
+    def _answer(self, connection: socket.socket, request: bytes) -> bool:
         """Sends one range; False if the connection must be closed."""
-        magic, token, digest, bucket, offset, length = request
-        if magic != MAGIC or not hmac.compare_digest(token, self._token):
-            self.refusals += 1
-            connection.sendall(REPLY.pack(REFUSED, 0))
-            return False
+        _, _, digest, bucket, offset, length = REQUEST.unpack(request)
+        if not self._has_token(request):
+            return self._refuse(connection)
         offered = self._versions.take(digest)
         if offered is None:
             connection.sendall(REPLY.pack(GONE, 0))
@@ -175,15 +190,19 @@ class ArtifactServer:
 
     def _send(self, connection: socket.socket, offered: Offered, bucket: int, offset: int, length: int) -> bool:
         if not offered.has(bucket, offset, length):
-            self.refusals += 1
-            connection.sendall(REPLY.pack(REFUSED, 0))
-            return False
+            return self._refuse(connection)
         with self._lock:
             self.served_bytes += length  # counted first: a peer that has the bytes finds them counted
         connection.sendall(REPLY.pack(OK, length))
         # Opened again: without `sendfile` the file is read at its position, which copies of a descriptor share.
         with open(f"/proc/self/fd/{offered.source.fileno(bucket)}", "rb") as file:
             return connection.sendfile(file, offset, length) == length
+
+    def _refuse(self, connection: socket.socket) -> bool:
+        with self._lock:
+            self._refusals += 1
+        connection.sendall(REPLY.pack(REFUSED, 0))
+        return False
 
 
 def token_digest(token: bytes) -> bytes:
@@ -209,13 +228,19 @@ def check_reply(manifest: Manifest, peer: tuple[str, int], status: int, length: 
 
 
 class PullSource:
-    """A version's bytes at an `ArtifactServer`: each thread that reads has its own connection."""
+    """A version's bytes at an `ArtifactServer`: each thread that reads has its own connection.
 
-    def __init__(self, manifest: Manifest, address: str, token: bytes, deadline: float) -> None:
+    No call waits longer than `idle_s` for the next bytes.
+    """
+
+    def __init__(
+        self, manifest: Manifest, address: str, token: bytes, deadline: float, *, idle_s: float = IDLE_S
+    ) -> None:
         self._manifest = manifest
         self._peer = peer_of(manifest, address)
         self._token = token_digest(token)
         self._deadline = deadline
+        self._idle_s = idle_s
         self._own = threading.local()
         self._all: list[socket.socket] = []
         self._lock = threading.Lock()
@@ -224,7 +249,7 @@ class PullSource:
         connection: socket.socket | None = getattr(self._own, "connection", None)
         if connection is None:
             connection = socket.create_connection(self._peer, timeout=self._left_s())
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            watch_link(connection)
             self._own.connection = connection
             with self._lock:
                 self._all.append(connection)
@@ -235,7 +260,7 @@ class PullSource:
         left_s = self._deadline - time.monotonic()
         if left_s <= 0:
             raise Transient(f"{describe(self._manifest)} did not arrive from {self._peer} before the deadline")
-        return left_s
+        return min(left_s, self._idle_s)
 
     def pieces(self, bucket: int, offset: int, target: memoryview) -> Iterator[memoryview]:
         if not target:
@@ -275,13 +300,22 @@ class OtherTransport(Protocol):
 class PullTransport:
     """Fetches versions over the network, into reused memory: tensors are valid until the next `fetch`."""
 
-    def __init__(self, token: bytes, *, streams: int = WEIGHTS.streams, ucxx: OtherTransport | None = None) -> None:
-        """`ucxx` fetches versions that have a UCX address; over TCP, `streams` connections are used at once."""
+    def __init__(
+        self,
+        token: bytes,
+        *,
+        streams: int = WEIGHTS.streams,
+        ucxx: OtherTransport | None = None,
+        idle_s: float = IDLE_S,
+    ) -> None:
+        """`ucxx` fetches versions that have a UCX address; over TCP, `streams` connections are used at once. A transfer
+        of which nothing arrives for `idle_s` is `Transient`."""
         if streams < 1:
             raise LocalProtocolError(f"streams must be at least 1, found {streams}")
         self._token = token
         self._streams = streams
         self._ucxx = ucxx
+        self._idle_s = idle_s
         self._buffers: dict[str, torch.Tensor] = {}
         self._turn = 0
 
@@ -304,7 +338,7 @@ class PullTransport:
             fetch(self._ucxx.open(manifest, address, deadline), manifest, buffers)
             self._buffers = buffers
             return buffers
-        source = PullSource(manifest, address, self._token, deadline)
+        source = PullSource(manifest, address, self._token, deadline, idle_s=self._idle_s)
         try:
             fetch(source, manifest, self._buffers, threads=self._streams)
         finally:

@@ -21,9 +21,11 @@ from typing import Any, Protocol
 from penstock.errors import PenstockError, RunFailed, Transient
 from penstock.records.section import LOOPBACK
 from penstock.records.weights import Manifest
+from penstock.runtime.listening import turned_away
 from penstock.weights.io.fetch import BucketSource
 from penstock.weights.io.pull import (
     GONE,
+    IDLE_S,
     MAGIC,
     OK,
     REFUSED,
@@ -43,7 +45,9 @@ logger = logging.getLogger(__name__)
 PIECE_BYTES = 4 * 1024 * 1024
 """One message: large enough for the network, small enough to be hashed in the cache."""
 POLL_EVERY_S = 0.05
-MAX_CONNECTIONS = 64
+MAX_STRANGERS = 64
+HELLO_S = 5.0
+"""For the first request, which shows the token."""
 
 
 class Transfer(Protocol):
@@ -123,8 +127,10 @@ class UcxxArtifactServer:
                 self.worker.wait(1.0)
                 while arrived:
                     self._connections.append(_Connection(self, arrived.pop(0)))
-                    if len(self._connections) > MAX_CONNECTIONS:
-                        self._connections.pop(0).close()
+                    leaving = turned_away(self._connections, MAX_STRANGERS)
+                    if leaving is not None:
+                        self._connections.remove(leaving)
+                        leaving.close()
                 self._connections = [one for one in self._connections if one.advance()]
         except Exception as error:
             bound.put(error)
@@ -144,6 +150,8 @@ class _Connection:
 
     def __init__(self, server: UcxxArtifactServer, endpoint: Any) -> None:
         self._server, self._ucx, self._endpoint = server, server.ucx, endpoint
+        self.authenticated = False
+        self._deadline = time.monotonic() + HELLO_S
         self._tag = 0
         self._receiving: Transfer = self._ucx.stream_receive(endpoint, self._ucx.TAG.size + REQUEST.size)
         self._sending: list[Transfer] = []
@@ -170,6 +178,8 @@ class _Connection:
                 transfer.check()
             return True
         if not self._receiving.done:
+            if not self.authenticated and time.monotonic() > self._deadline:
+                raise Transient("the first request did not come in time")
             return False
         self._receiving.check()
         data = bytes(self._receiving.memory[0])
@@ -181,7 +191,7 @@ class _Connection:
         return True
 
     def _answer(self, magic: bytes, token: bytes, digest: bytes, bucket: int, offset: int, length: int) -> None:
-        allowed = magic == MAGIC and hmac.compare_digest(token, self._server.token)
+        allowed = self.authenticated = magic == MAGIC and hmac.compare_digest(token, self._server.token)
         offered = self._server.versions.take(digest) if allowed else None
         status = OK if offered is not None else GONE if allowed else REFUSED
         if offered is not None and not offered.has(bucket, offset, length):
@@ -263,10 +273,11 @@ class UcxxConnection:
         return endpoint, tag, self._ucx.TAG.pack(tag)
 
     def _finish(self, transfer: Transfer, manifest: Manifest, peer: tuple[str, int], deadline: float) -> None:
+        deadline = min(deadline, time.monotonic() + IDLE_S)
         while not transfer.done:
             left_s = deadline - time.monotonic()
             if left_s <= 0:
-                raise Transient(f"{describe(manifest)} did not arrive from {peer} before the deadline")
+                raise Transient(f"{describe(manifest)} did not arrive from {peer} in time")
             self._worker.wait(min(left_s, POLL_EVERY_S))
         transfer.check()
 

@@ -20,7 +20,7 @@ from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
 from penstock.errors import RemoteProtocolError
 from penstock.records.section import LOOPBACK
-from penstock.runtime.listening import Peer, ThreadedPort, receive
+from penstock.runtime.listening import Peer, ThreadedPort, receive, watch_link
 
 MAGIC = b"PSK1"
 HELLO = struct.Struct("<4s32s")
@@ -28,7 +28,6 @@ HELLO = struct.Struct("<4s32s")
 LENGTH = struct.Struct("<I")
 MAX_MESSAGE_BYTES = 1 << 20
 """Of one message."""
-HELLO_S = 5.0
 POLL_EVERY_S = 0.005
 
 
@@ -115,9 +114,15 @@ class StoreServer(KeyStore):
 
     def __init__(self, token: bytes, *, host: str = LOOPBACK, timeout_s: float = 60.0) -> None:
         super().__init__(timeout_s)
-        self._token = token_digest(token)
+        hello = HELLO.pack(MAGIC, token_digest(token))
         self._keys = Keys()
-        self._port = ThreadedPort(self._serve, "broadcast", host=host, max_connections=256)
+        self._port = ThreadedPort(
+            self._serve,
+            "broadcast",
+            hello_bytes=HELLO.size,
+            has_token=lambda received: hmac.compare_digest(received, hello),
+            host=host,
+        )
         self.host, self.port = self._port.host, self._port.port
         self.local_host = self.host
 
@@ -128,14 +133,6 @@ class StoreServer(KeyStore):
         self._port.close(timeout_s)
 
     def _serve(self, peer: Peer) -> None:
-        hello = bytearray(HELLO.size)
-        if not peer.receive(memoryview(hello), HELLO_S):
-            return
-        magic, token = HELLO.unpack(hello)
-        if magic != MAGIC or not hmac.compare_digest(token, self._token):
-            return
-        peer.authenticated = True
-        peer.connection.settimeout(None)
         while (body := _read(peer.connection)) is not None:
             try:
                 answer = self._keys.answer(msgspec.msgpack.decode(body, type=Request))
@@ -152,7 +149,7 @@ class StoreClient(KeyStore):
         super().__init__(timeout_s)
         self._lock = threading.Lock()
         self._connection = socket.create_connection((host, port), timeout_s)
-        self._connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        watch_link(self._connection)
         self._connection.sendall(HELLO.pack(MAGIC, token_digest(token)))
         self.check([""])  # a wrong token is noticed here
         self.local_host = self._connection.getsockname()[0]
