@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -15,10 +16,15 @@ from typer.testing import CliRunner, Result
 import penstock
 from penstock.cli.main import app
 from penstock.config.load import dump, validate
+from penstock.engines.models import LanguagePolicy, TinyLanguageModel, build
 from penstock.journal.writer import Journal
 from penstock.launch.report import report
 from penstock.records.ids import PipelineName
 from penstock.runtime.rundir import RunDir
+from penstock.train import checkpoint
+from penstock.train.objectives import TokenObjective
+from penstock.train.settings import OptimizerSection, TokenLossSection
+from penstock.train.step import Learner
 
 SECRET = "nobody-may-read-this"
 SCRIPT = "<script>stolen()</script><img src=x onerror=stolen()>"
@@ -208,3 +214,141 @@ def test_texts_are_escaped_in_a_notebook(run: RunDir):
     assert "stolen()" in shown
     assert is_harmless(shown)
     assert not re.search(r"<(?!/?(b|br|svg|text|line|circle|polyline)\b)", shown)
+
+
+ALPHABET = "abcdefghijklmnopqrstuvwxyz>"
+CODE = f"""
+from pathlib import Path
+
+from penstock import Prompt
+
+Path(__file__).with_name("witness").touch()
+
+
+class Theirs:
+    alphabet = "{ALPHABET}"
+    count = None
+
+    def __init__(self, seed=0): ...
+
+    def prompt(self, position):
+        return Prompt(text="a>", columns={{}})
+
+    def score(self, prompts, completions, **columns):
+        return [1.0 for _ in completions]
+
+
+class Workload: ...
+"""
+
+
+@pytest.fixture
+def foreign(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> Iterator[RunDir]:
+    """Made by somebody else, with a checkpoint. The module of its environment leaves a witness when it is imported."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (run.root / "code").mkdir()
+    (run.root / "code" / "foreign_code.py").write_text(CODE)
+    pipeline = {"name": "p", "steps": 4, **TABLES, "env": {"name": "foreign_code:Theirs"}}
+    tables = {"run": {"extra_path": [str(run.root / "code")]}, "pipeline": [pipeline]}
+    run.config_path.write_text(dump(validate(tables)))
+    policy = build(TinyLanguageModel(alphabet=ALPHABET, hidden_size=16, layers=1, heads=2))
+    assert isinstance(policy, LanguagePolicy)
+    learner = Learner(TokenObjective(policy, TokenLossSection(), packing="padded"), OptimizerSection())
+    checkpoint.save(run.checkpoints("p"), learner)
+    run.ending_path.unlink()
+    (run.root / "origin.json").unlink()
+    yield run
+    sys.modules.pop("foreign_code", None)
+
+
+def imported(run: RunDir) -> bool:
+    return (run.root / "code" / "witness").exists()
+
+
+RUNS_CODE = {
+    "resume --dry-run": lambda run: ["run", "--resume", run.root, "--dry-run"],
+    "run CONFIG": lambda run: ["run", run.config_path, "--dry-run"],
+    "check": lambda run: ["check", run.config_path],
+    "slurm": lambda run: ["slurm", run.config_path],
+    "eval": lambda run: ["eval", run.root, "--prompts", "2"],
+}
+
+
+@pytest.mark.parametrize("arguments", RUNS_CODE.values(), ids=RUNS_CODE)
+def test_code_of_a_foreign_run_is_run_only_if_it_is_trusted(
+    arguments: Callable[[RunDir], list[str | Path]], foreign: RunDir
+):
+    refused = penstock_command(*arguments(foreign))
+    assert isinstance(refused.exception, penstock.ConfigError)
+    assert "was made by another user or on another machine" in str(refused.exception)
+    assert not imported(foreign)
+    trusted = penstock_command(*arguments(foreign), "--trust")
+    assert trusted.exit_code == 0, trusted.output
+    assert imported(foreign)
+
+
+@pytest.mark.parametrize("arguments", RUNS_CODE.values(), ids=RUNS_CODE)
+def test_code_of_the_users_own_run_is_run_without_asking(
+    arguments: Callable[[RunDir], list[str | Path]], foreign: RunDir
+):
+    foreign.write_config(foreign.config_path.read_text())  # marks it
+    assert penstock_command(*arguments(foreign)).exit_code == 0
+    assert imported(foreign)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["run", "--resume"], ["run", "--set", "run.seed=1", "--resume"], ["attach"], ["publish", "--to", "tensorboard"]],
+    ids=lambda arguments: arguments[0],
+)
+def test_a_foreign_run_is_not_continued_without_trust(arguments: list[str], foreign: RunDir):
+    before = everything_in(foreign.root)
+    refused = penstock_command(*arguments, foreign.root)
+    assert "--trust" in str(refused.exception)
+    assert everything_in(foreign.root) == before
+
+
+def test_training_with_the_configuration_of_a_foreign_run_is_refused(foreign: RunDir):
+    with pytest.raises(penstock.ConfigError, match="made by another user"):
+        penstock.train(foreign.config_path)
+    assert not imported(foreign)
+
+
+def test_a_workload_of_a_foreign_run_does_not_evaluate_it(foreign: RunDir):
+    text = foreign.config_path.read_text()
+    foreign.config_path.write_text(
+        text.replace("[pipeline.rollout]", '[pipeline.rollout]\nworkload = "foreign_code:Workload"')
+    )
+    refused = penstock_command("eval", foreign.root, "--env", "copy", "--prompts", "2")
+    assert "evaluating it runs its workload" in str(refused.exception)
+    assert not imported(foreign)
+
+
+def test_all_else_runs_no_code_of_a_foreign_run(foreign: RunDir, tmp_path: Path):
+    others = [
+        ["sample", foreign.root, "ab>", "--count", "2"],
+        ["eval", foreign.root, "--env", "copy", "--prompts", "2"],
+        ["export", foreign.root, "--to", tmp_path / "exported"],
+        ["story", foreign.root, "step:2"],
+        ["replay", foreign.root],
+        ["report", foreign.root],
+        ["dashboard", foreign.root, "--export", tmp_path / "run.html"],
+    ]
+    results = {str(one[0]): penstock_command(*one) for one in others}
+    assert not imported(foreign)
+    assert {name: found.exception for name, found in results.items() if found.exit_code and name != "replay"} == {}
+    for name in ("notebook", "plot", "metrics", "doctor"):
+        READERS[name](foreign, tmp_path)
+    assert not imported(foreign)
+    assert "foreign_code" not in sys.modules
+
+
+def test_a_linked_checkpoint_of_a_foreign_run_is_not_exported(foreign: RunDir, tmp_path: Path):
+    [step] = foreign.checkpoints("p").iterdir()
+    model = step / "model.safetensors"
+    model.rename(tmp_path / "elsewhere")
+    model.symlink_to(tmp_path / "elsewhere")
+    refused = penstock_command("export", foreign.root, "--to", tmp_path / "exported")
+    assert "links are not followed" in str(refused.exception)
+    foreign.write_config(foreign.config_path.read_text())
+    assert penstock_command("export", foreign.root, "--to", tmp_path / "exported").exit_code == 0

@@ -38,6 +38,7 @@ def eval_command(
     temperature: float,
     max_new_tokens: int | None,
     engine: list[str],
+    trusts: bool = False,
 ) -> int:
     if samples > 1 and not temperature:
         raise ConfigError("--samples above 1 are all equal at temperature 0; set --temperature")
@@ -48,7 +49,7 @@ def eval_command(
         raise ConfigError("--option is for the environment of --env: name one")
     elif (path / "config.json").exists() and not (path / "run.json").exists():
         raise ConfigError(f"{path} is a model without an environment: name one with --env")
-    one = _offline().saved(path, pipeline=pipeline, step=step, env=table)
+    one = _offline().to_evaluate(path, pipeline=pipeline, step=step, env=table, trusts=trusts)
     if engine:
         one = _offline().served_by(one, dict(_option("--engine", text) for text in engine))
     if max_new_tokens is not None:

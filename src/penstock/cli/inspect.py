@@ -107,9 +107,10 @@ def _starting(run: RunDir, prefix: str) -> Iterator[str]:
                 yield f"{name} (process {process.pid}) was started {age_s:.0f} s ago; its log: {run.log_path(name)}"
 
 
-def publish_command(run_dir: Path, sink: str) -> int:
+def publish_command(run_dir: Path, sink: str, *, trusts: bool = False) -> int:
     """Sends the lines that the sink does not have yet."""
     run = RunDir.open(run_dir)
+    run.require_own(trusts, f"{sink} reads its own settings from the directory")
     config = load(run.config_path)
     publication = Publication(run, sink, config.metrics.project, config.model_dump(mode="json"))
     while publication.send():

@@ -43,6 +43,11 @@ Overrides = Annotated[
 ]
 
 
+Trust = Annotated[
+    bool, typer.Option("--trust", help="Run the code that a run names although another user made the run.")
+]
+
+
 @app.command()
 def run(
     config: Annotated[Path | None, typer.Argument(metavar="CONFIG", help="A .toml configuration.")] = None,
@@ -50,6 +55,7 @@ def run(
     resume: Annotated[Path | None, typer.Option(help="Resume the interrupted run in this directory.")] = None,
     launcher: Annotated[str | None, typer.Option(help="local or ray: sets launch.kind.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything and start nothing.")] = False,
+    trust: Trust = False,
     parent: Annotated[int | None, typer.Option(hidden=True, help="Stop when this parent process ends.")] = None,
 ) -> None:
     """Train: start a run, show its progress, print a summary."""
@@ -61,7 +67,9 @@ def run(
 
         chosen = [f"launch.kind={launcher}"] if launcher else []
         changes = [*(overrides or []), *chosen]
-        raise typer.Exit(run_command(config, changes, resume=resume, dry_run=dry_run, parent=parent, preloading=early))
+        raise typer.Exit(
+            run_command(config, changes, resume=resume, dry_run=dry_run, trusts=trust, parent=parent, preloading=early)
+        )
 
 
 @app.command()
@@ -73,6 +81,7 @@ def slurm(
     option: Annotated[
         list[str] | None, typer.Option(metavar="OPTION", help="Further options of sbatch, e.g. --gpus-per-node=8")
     ] = None,
+    trust: Trust = False,
 ) -> None:
     """Print a batch script for Slurm that resumes its run.
 
@@ -81,7 +90,7 @@ def slurm(
     from penstock.cli.run import slurm_command
 
     chosen = {"nodes": nodes, "time": time, "options": option or []}
-    raise typer.Exit(slurm_command(config, overrides or [], **chosen))
+    raise typer.Exit(slurm_command(config, overrides or [], **chosen, trusts=trust))
 
 
 @app.command()
@@ -99,6 +108,7 @@ def init(
 def attach(
     run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="The directory of a run on Ray.")],
     stop: Annotated[bool, typer.Option("--stop", help="Stop it gracefully and show its end.")] = False,
+    trust: Trust = False,
 ) -> None:
     """Watch a run on Ray from any terminal of the cluster.
 
@@ -106,18 +116,19 @@ def attach(
     """
     from penstock.cli.run import attach_command
 
-    raise typer.Exit(attach_command(run_dir, stop=stop))
+    raise typer.Exit(attach_command(run_dir, stop=stop, trusts=trust))
 
 
 @app.command()
 def check(
     config: Annotated[Path, typer.Argument(metavar="CONFIG", help="A .toml configuration.")],
     overrides: Overrides = None,
+    trust: Trust = False,
 ) -> None:
     """Validate a configuration; print it with every default."""
     from penstock.cli.run import check_command
 
-    raise typer.Exit(check_command(config, overrides or []))
+    raise typer.Exit(check_command(config, overrides or [], trusts=trust))
 
 
 @app.command()
@@ -161,6 +172,7 @@ def doctor(
 def publish(
     run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.")],
     to: Annotated[str, typer.Option(help="tensorboard, wandb or trackio.")],
+    trust: Trust = False,
 ) -> None:
     """Send the metrics of a run to a sink.
 
@@ -168,7 +180,7 @@ def publish(
     """
     from penstock.cli.inspect import publish_command
 
-    raise typer.Exit(publish_command(run_dir, to))
+    raise typer.Exit(publish_command(run_dir, to, trusts=trust))
 
 
 Step = Annotated[str, typer.Option(help="A step that is still on disk, or best; the last one by default.")]
@@ -210,6 +222,7 @@ def evaluate(
     engine: Annotated[
         list[str] | None, typer.Option(metavar="KEY=VALUE", help="A key of another engine, such as kind=...")
     ] = None,
+    trust: Trust = False,
 ) -> None:
     """Measure a checkpoint or a model on held-out prompts.
 
@@ -228,6 +241,7 @@ def evaluate(
         temperature=temperature,
         max_new_tokens=max_new_tokens,
         engine=engine or [],
+        trusts=trust,
     )
     raise typer.Exit(code)
 

@@ -30,7 +30,7 @@ from penstock.launch.supervisor import Outcome, View, configured, exclusive, sup
 from penstock.launch.view import PlainView, TerminalView
 from penstock.runtime.logs import configure
 from penstock.runtime.parent import stop_with_parent
-from penstock.runtime.rundir import RunDir
+from penstock.runtime.rundir import RunDir, require_own_configuration
 from penstock.runtime.shutdown import ShutdownSignal
 from penstock.runtime.terminal import escape_controls
 
@@ -38,7 +38,8 @@ PIPE_COLUMNS = 140
 """Width of output to a pipe: rich's default would wrap the cells of the summary."""
 
 
-def check_command(config: Path, overrides: list[str]) -> int:
+def check_command(config: Path, overrides: list[str], *, trusts: bool = False) -> int:
+    require_own_configuration(config, trusts)
     resolved = load(config, overrides)
     check_environment(resolved)
     check_by_making(resolved)
@@ -71,12 +72,13 @@ def run_command(
     *,
     resume: Path | None,
     dry_run: bool,
+    trusts: bool = False,
     parent: int | None = None,
     preloading: Preloading | None = None,
 ) -> int:
     if parent is not None:
         stop_with_parent(parent)
-    resolved, run = _prepare(config, overrides, resume, dry_run)
+    resolved, run = _prepare(config, overrides, resume, dry_run, trusts)
     if run is None:
         typer.echo(dump(resolved), nl=False)
         return 0
@@ -113,9 +115,10 @@ def _run(run: RunDir, config: Config, console: Console, preloading: Preloading |
         return uvloop.run(_supervise(run, config, console, preloading))
 
 
-def attach_command(run_dir: Path, *, stop: bool) -> int:
+def attach_command(run_dir: Path, *, stop: bool, trusts: bool = False) -> int:
     """Shows a run on Ray, or its result if it has ended."""
     run, console = RunDir.open(run_dir), _console()
+    run.require_own(trusts, "a Ray cluster that it names could run any code here")
     config = load(run.config_path)
     if config.launch.kind != "ray":
         raise ConfigError(f"{run.root} was not launched on Ray; open it with: penstock dashboard {run.root}")
@@ -126,7 +129,10 @@ def attach_command(run_dir: Path, *, stop: bool) -> int:
     return _conclude(console, run, outcome)
 
 
-def slurm_command(config: Path, overrides: list[str], *, nodes: int, time: str, options: list[str]) -> int:
+def slurm_command(
+    config: Path, overrides: list[str], *, nodes: int, time: str, options: list[str], trusts: bool
+) -> int:
+    require_own_configuration(config, trusts)
     resolved = load(config, overrides)
     check_environment(resolved)
     typer.echo(batch_script(config, resolved, overrides, nodes=nodes, time=time, options=options), nl=False)
@@ -151,12 +157,13 @@ def _conclude(console: Console, run: RunDir, outcome: Outcome, gpus: GpuWatch | 
 
 
 def _prepare(
-    config: Path | None, overrides: list[str], resume: Path | None, dry_run: bool
+    config: Path | None, overrides: list[str], resume: Path | None, dry_run: bool, trusts: bool
 ) -> tuple[Config, RunDir | None]:
     if (config is None) == (resume is None):
         raise ConfigError("give exactly one of the two: a configuration to start, or --resume RUN_DIR")
     if resume is not None:
         run = RunDir.open(resume)
+        run.require_own(trusts, "resuming it runs the code that its configuration names")
         resolved = load(run.config_path, overrides)
         check_environment(resolved)
         if dry_run:
@@ -164,6 +171,7 @@ def _prepare(
             return resolved, None
         return resolved, run
     assert config is not None
+    require_own_configuration(config, trusts)
     resolved = load(config, overrides)
     check_environment(resolved)
     if resolved.launch.kind == "ray":

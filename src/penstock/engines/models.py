@@ -411,12 +411,12 @@ def _build_pretrained(spec: PretrainedLanguageModel) -> LanguagePolicy:
         )
     options = {} if spec.gguf_file is None else {"gguf_file": spec.gguf_file}
     try:
-        # "local_files_only": a mistyped path must not become a download.
         model = build_model(
             AutoModelForCausalLM.from_pretrained,
             directory,
             dtype=getattr(torch, spec.dtype),
-            local_files_only=True,
+            local_files_only=True,  # a mistyped path must not become a download
+            trust_remote_code=False,  # otherwise a terminal would be asked
             **options,
         )
         tokenizer = load_tokenizer(directory, spec.gguf_file)

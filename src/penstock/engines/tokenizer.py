@@ -144,7 +144,7 @@ def load_tokenizer(directory: Path, gguf_file: str | None = None) -> Tokenizer:
     from transformers import AutoTokenizer
 
     options = {} if gguf_file is None else {"gguf_file": gguf_file}
-    inner = AutoTokenizer.from_pretrained(directory, local_files_only=True, **options)
+    inner = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False, **options)
     return PretrainedTokenizer(inner, _generation_stop_ids(directory))
 
 

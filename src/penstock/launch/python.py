@@ -36,7 +36,7 @@ from penstock.runtime.beneath import read_beneath
 from penstock.runtime.following import Following
 from penstock.runtime.interpreter import python_command, search_path
 from penstock.runtime.named import nearest
-from penstock.runtime.rundir import RunDir, write_atomically
+from penstock.runtime.rundir import RunDir, require_own_configuration
 
 Named = str | Callable[..., Any] | Mapping[str, Any]
 State = Literal["running", "complete", "interrupted", "failed", "killed"]
@@ -104,7 +104,7 @@ def _created(config: Config, code: UserCode) -> RunDir:
             (folder / f"{code.module}.py").write_text(code.text, encoding="utf-8")
             paths = [*config.run.extra_path, folder]
             config = config.model_copy(update={"run": config.run.model_copy(update={"extra_path": paths})})
-            write_atomically(run.config_path, dump(config))
+            run.write_config(dump(config))
         check_environment(config)
     except PenstockError:
         run.remove()
@@ -131,6 +131,7 @@ def _tree(config: str | os.PathLike[str] | Mapping[str, Any] | None) -> dict[str
     if isinstance(config, Mapping):
         tree = dict(config)
     else:
+        require_own_configuration(Path(config), trusts=False)
         try:
             tree = tomllib.loads(Path(config).read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:

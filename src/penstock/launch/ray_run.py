@@ -164,7 +164,7 @@ async def run_on_ray(run: RunDir, config: Config, view: View) -> Outcome:
             view.note(f"the run is alive on {cluster}: watching it")
         else:
             await _kill_supervisor(run)
-            write_atomically(run.config_path, dump(config))
+            run.write_config(dump(config))
             write_atomically(_cluster_path(run), json.dumps({"address": ray.get_runtime_context().gcs_address}))
             view.note(f"on {cluster}; watch it from elsewhere with: penstock attach {run.root}")
             actor = await _launch(run)

@@ -420,12 +420,12 @@ def configured(run: RunDir, config_toml: str) -> Iterator[None]:
     """
     former, ending = run.config_path.read_text(encoding="utf-8"), run.read_ending()
     since = run.metrics_path.stat().st_size if run.metrics_path.exists() else 0
-    write_atomically(run.config_path, config_toml)
+    run.write_config(config_toml)
     try:
         yield
     except ConfigError:
         if not _has_trained(run, since):
-            write_atomically(run.config_path, former)
+            run.write_config(former)
             if ending is not None and ending["how"] == "complete":
                 write_atomically(run.ending_path, json.dumps(ending))
         raise

@@ -6,6 +6,7 @@ import asyncio
 import inspect
 import json
 import math
+import tomllib
 from collections.abc import AsyncIterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
@@ -20,7 +21,7 @@ from pydantic import ValidationError
 from torch import nn
 from transformers.utils import logging as transformers_logging
 
-from penstock.config.load import load, validate
+from penstock.config.load import dump, load, validate
 from penstock.config.pipeline import PipelineSection
 from penstock.config.run import Config
 from penstock.engines.build import build_engine
@@ -29,7 +30,7 @@ from penstock.engines.protocol import Site
 from penstock.engines.registry import SECTIONS
 from penstock.engines.requests import Completion, Sampling
 from penstock.engines.section import EngineSection
-from penstock.engines.settings import HubModel, PathModel, TinyModel
+from penstock.engines.settings import HubModel, MlpModel, PathModel, TinyModel
 from penstock.engines.tokenizer import load_tokenizer
 from penstock.envs.protocol import DividedEnvironment
 from penstock.errors import ConfigError, RunFailed
@@ -68,17 +69,49 @@ class Saved:
         return str(self.directory) if self.step is None else f"{self.directory} (step {self.step})"
 
 
-def saved(path: Path, *, pipeline: str | None = None, step: str = "", env: dict[str, Any] | None = None) -> Saved:
-    """The checkpoint of a run directory (`step`: a number, `best`, or empty for the last), or a model directory."""
+def to_evaluate(
+    path: Path,
+    *,
+    pipeline: str | None = None,
+    step: str = "",
+    env: dict[str, Any] | None = None,
+    trusts: bool = False,
+) -> Saved:
+    """The same as `saved`. Raises `ConfigError` if code that another user's run names would evaluate it."""
+    if (path / "run.json").exists():
+        run = RunDir.open(path)
+        if env is None:
+            run.require_own(trusts, "evaluating it runs its environment (or name another one with --env)")
+        elif _pipeline(load(run.config_path), pipeline).rollout.workload is not None:
+            run.require_own(trusts, "evaluating it runs its workload")
+    return saved(path, pipeline=pipeline, step=step, env=env, trusts=trusts)
+
+
+def saved(
+    path: Path,
+    *,
+    pipeline: str | None = None,
+    step: str = "",
+    env: dict[str, Any] | None = None,
+    trusts: bool = False,
+) -> Saved:
+    """The checkpoint of a run directory (`step`: a number, `best`, or empty for the last), or a model directory.
+
+    Of a run that another user made, unless this one `trusts` it, nothing is imported and no link is followed.
+    """
     if (path / "run.json").exists():
         run = RunDir.open(path)
         config = load(run.config_path)
         section = _pipeline(config, pipeline)
+        if not (trusts or run.is_own):
+            run.check(*run.checkpoints(section.name).rglob("*"), run.checkpoints(section.name))
+            config = _without_code(config)
+            section = _pipeline(config, section.name)
         if env is not None:
-            held_out = {"env": env, "every_steps": section.evaluation.every_steps or 1}
-            raw = section.model_dump(mode="json", exclude_none=True)
-            raw["evaluation"] = raw["evaluation"] | held_out
-            config = validate(config.model_dump(mode="json", exclude_none=True) | {"pipeline": [raw]})
+            tree = tomllib.loads(dump(config))
+            raw = tree["pipeline"][config.pipeline.index(section)]
+            raw["evaluation"] |= {"env": env, "every_steps": section.evaluation.every_steps or 1}
+            config = validate(tree | {"pipeline": [raw]})
             section = config.pipeline[0]
         directory = _directory(run.checkpoints(section.name), step)
         found = json.loads((directory / checkpoint.RECORD_FILE).read_text(encoding="utf-8"))
@@ -89,6 +122,17 @@ def saved(path: Path, *, pipeline: str | None = None, step: str = "", env: dict[
     tree = {"name": "eval", "steps": 1, "env": env or {"name": "copy"}, "model": model}
     config = validate({"pipeline": [tree | {"evaluation": {"every_steps": 1, "env": env or {"name": "copy"}}}]})
     return Saved(config, config.pipeline[0], path, None)
+
+
+def _without_code(config: Config) -> Config:
+    """The configuration without directories to import from, and without engines that connect to servers."""
+    offline = PipelineSection.model_fields["engine"].default
+    pipelines = [
+        section if section.engine.kind == offline.kind else section.model_copy(update={"engine": offline})
+        for section in config.pipeline
+    ]
+    run = config.run.model_copy(update={"extra_path": []})
+    return config.model_copy(update={"run": run, "pipeline": pipelines})
 
 
 def replaced(one: Saved, rollout: RolloutSection) -> Saved:
@@ -157,7 +201,7 @@ def _export_adapted(one: Saved, to: Path, *, merged: bool) -> Path:
     model = one.pipeline.model
     if isinstance(model, TinyModel) and not merged:
         raise ConfigError("the base of this adapter is a tiny model, which is in no directory: export with --merged")
-    policy = policy_at(one, environment_of(one.config, one.pipeline))
+    policy = policy_at(one)
     assert isinstance(policy, AdaptedPolicy)
     to.mkdir(parents=True, exist_ok=True)
     if merged:
@@ -169,8 +213,13 @@ def _export_adapted(one: Saved, to: Path, *, merged: bool) -> Path:
     return to
 
 
-def policy_at(one: Saved, environment: Any) -> LanguagePolicy | ActorCriticPolicy:
-    """The policy of the checkpoint, in host memory; only its tokenizer if the engine loads no weights."""
+def policy_at(one: Saved, environment: Any = None) -> LanguagePolicy | ActorCriticPolicy:
+    """The policy of the checkpoint, in host memory; only its tokenizer if the engine loads no weights.
+
+    A language model needs no environment: the alphabet of a tiny one is saved with it.
+    """
+    if isinstance(one.pipeline.model, TinyModel) and one.step is not None:
+        environment = load_tokenizer(one.directory)
     if one.pipeline.engine.capabilities.weights == "none":
         return LanguagePolicy(nn.Identity(), load_tokenizer(one.directory))
     policy = policy_of(one.config, one.pipeline, environment)
@@ -213,9 +262,10 @@ def _engine_section(pipeline: PipelineSection) -> EngineSection:
 
 def sample(one: Saved, prompt: str, *, count: int, temperature: float, max_new_tokens: int | None) -> list[str]:
     """Completions of a prompt; a model with a chat template receives it as a user message."""
-    policy = policy_at(one, environment_of(one.config, one.pipeline) if one.step is not None else None)
-    if not isinstance(policy, LanguagePolicy):
+    if isinstance(one.pipeline.model, MlpModel):
         raise ConfigError(f"pipeline {one.pipeline.name!r} has a gymnasium policy, which takes no text prompts")
+    policy = policy_at(one)
+    assert isinstance(policy, LanguagePolicy)
     inner = getattr(policy.tokenizer, "inner", None)
     ids = [*policy.tokenizer.bos_ids, *policy.tokenizer.encode(prompt)]  # as in training
     if inner is not None and inner.chat_template:
@@ -254,11 +304,10 @@ def evaluate(one: Saved, *, prompts: int | None, samples: int, temperature: floa
 
 
 async def _evaluate(one: Saved, prompts: int | None, samples: int, temperature: float, seed: int) -> Measured:
-    trained = environment_of(one.config, one.pipeline)
     count = prompts or one.pipeline.evaluation.prompts
-    pipeline = _evaluating(one.pipeline, trained, count)
-    policy = policy_at(one, trained)
+    pipeline = _evaluating(one, count)
     environment = evaluation_environment_of(one.config, pipeline)
+    policy = policy_at(one, environment)
     drawn = {"temperature": temperature or 1.0, "top_k": None, "top_p": 1.0, "min_p": 0.0}
     rollout = pipeline.rollout.model_copy(update=drawn)
     env = pipeline.evaluation.env or pipeline.env
@@ -291,10 +340,12 @@ async def _evaluate(one: Saved, prompts: int | None, samples: int, temperature: 
     return _measured(rewards, failed)
 
 
-def _evaluating(pipeline: PipelineSection, trained: Any, prompts: int) -> PipelineSection:
-    """The pipeline with an evaluation of at least `prompts` prompts, none of which was trained on."""
+def _evaluating(one: Saved, prompts: int) -> PipelineSection:
+    """The pipeline with an evaluation of at least `prompts` prompts, none of which was trained on. Makes the
+    environment of the training only if there is no other."""
+    pipeline = one.pipeline
     section = pipeline.evaluation
-    if section.env is None and isinstance(trained, DividedEnvironment):
+    if section.env is None and isinstance(environment_of(one.config, pipeline), DividedEnvironment):
         held_out = section.prompts if section.every_steps else 0
         if prompts > held_out:
             lower = "lower --prompts, or " if held_out else ""

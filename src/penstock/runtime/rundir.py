@@ -10,6 +10,7 @@
   weights/         per pipeline, the published versions that engines load
   rollouts/        per pipeline, readable samples
   plots/           reward curves
+  origin.json      the mark of the user who made the run
   token            the run's secret, readable by its owner only
   controller.json  current address of the controller
   code/            functions and classes that were passed to `penstock.train`, as a module
@@ -32,6 +33,7 @@ from typing import Any, BinaryIO, Literal, get_args
 from penstock.errors import ConfigError, RunFailed
 from penstock.records.ids import RunId
 from penstock.runtime.beneath import check_beneath, files_beneath, open_beneath, read_beneath, write_beneath
+from penstock.runtime.origin import is_marked, mark
 
 Ending = Literal["complete", "interrupted", "failed"]
 
@@ -88,6 +90,7 @@ class RunDir:
             run.config_path.write_text(config_toml, encoding="utf-8")
             made = {"run_id": run.run_id, "format": FORMAT, "penstock": version, "made_at": time.time(), "name": name}
             write_atomically(run.root / "run.json", json.dumps(made, indent=2))
+            mark(run.root, run.run_id)
         except OSError as error:
             raise RunFailed(f"cannot write to the run directory {run.root}: {error}") from error
         return run
@@ -117,6 +120,25 @@ class RunDir:
     def remove(self) -> None:
         """Deletes the directory of a run that never started."""
         shutil.rmtree(self.root, ignore_errors=True)
+
+    def write_config(self, config_toml: str) -> None:
+        """Replaces the configuration and marks the run as this user's."""
+        write_atomically(self.config_path, config_toml)
+        mark(self.root, self.run_id)
+
+    def require_own(self, trusts: bool, why: str) -> None:
+        """Raises `ConfigError` if another user made the run, unless this one `trusts` it. `why` ends the sentence that
+        begins with the run."""
+        if not trusts and not self.is_own:
+            raise ConfigError(
+                f"{self.root} was made by another user or on another machine, and {why}. Read {self.config_path}; if "
+                "you trust the run, add --trust"
+            )
+
+    @property
+    def is_own(self) -> bool:
+        """Whether this user made the run: only then it may name code that is run without asking."""
+        return is_marked(self.root, self.run_id)
 
     def open_file(self, path: Path) -> BinaryIO:
         """Opens a file of the run for reading. Raises `OSError` for a link, and for a file in a linked folder."""
@@ -271,6 +293,15 @@ class RunDir:
         if not isinstance(body, dict):
             raise ConfigError(f"{path} is damaged: it holds no object; delete the file")
         return body
+
+
+def require_own_configuration(path: Path, trusts: bool) -> None:
+    """The same for the configuration of a run; any other is the user's own to run."""
+    try:
+        run = RunDir.open(path.parent)
+    except ConfigError:
+        return
+    run.require_own(trusts, "its configuration names code that would be run")
 
 
 def _no_run(root: Path) -> str:
