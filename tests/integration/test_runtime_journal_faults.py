@@ -19,6 +19,7 @@ import pytest
 from penstock.errors import RunFailed
 from penstock.journal import writer as writer_module
 from penstock.journal.reader import history
+from penstock.journal.schema import Entry
 from penstock.journal.writer import Journal
 from penstock.records.ids import PipelineName, RunId
 
@@ -121,6 +122,57 @@ async def test_a_hanging_disk_is_noticed_and_ends_every_wait(tmp_path: Path) -> 
     os.close(journal._lock_fd)
 
 
+async def test_nothing_is_written_after_a_commit_that_failed(tmp_path: Path) -> None:
+    """With a gap, the events behind it would be replayed into a state that never was."""
+    journal = Journal(tmp_path / "journal.sqlite", RUN)
+    release, entered = threading.Event(), threading.Event()
+    commit = journal._commit
+
+    def fail_once(entries: list[Entry], snapshot: object) -> None:
+        if entries and entries[0].seq == 2:
+            entered.set()
+            release.wait(30)
+            raise sqlite3.OperationalError("disk I/O error")
+        commit(entries, snapshot)  # type: ignore[arg-type]
+
+    journal._commit = fail_once  # type: ignore[method-assign]
+    await journal.committed(journal.append(A, 0.0, b"first"))
+    lost = journal.append(A, 1.0, b"lost")
+    await asyncio.to_thread(entered.wait, 20)
+    late = journal.append(A, 2.0, b"late")
+    release.set()
+    for seq in (lost, late):
+        with pytest.raises(RunFailed, match="disk I/O error"):
+            await asyncio.wait_for(journal.committed(seq), 20)
+    with pytest.raises(RunFailed, match="disk I/O error"):
+        journal.close(10)
+    assert [entry.seq for entry in history(journal.path)] == [1]
+
+
+async def test_who_awaits_a_flush_is_told_that_the_journal_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk that commits and does not flush: an event that is not flushed is never reported as flushed."""
+    refused = threading.Semaphore(0)
+
+    def refuse(descriptor: int) -> None:
+        refused.release()
+        raise OSError("the disk does not flush")
+
+    monkeypatch.setattr(writer_module.os, "fdatasync", refuse)
+    journal = Journal(tmp_path / "journal.sqlite", RUN, flush_every_s=0.01)
+    await journal.committed(journal.append(A, 0.0, b"first"))
+    waiting = asyncio.ensure_future(journal.flushed())
+    for _ in range(3):
+        assert await asyncio.to_thread(refused.acquire, timeout=20)
+    assert not waiting.done()
+    assert journal.uncommitted_for_s > 0.0
+    journal.fail(RunFailed("the disk hangs"))
+    with pytest.raises(RunFailed, match="hangs"):
+        await asyncio.wait_for(waiting, 20)
+    journal.close(10)
+
+
 async def test_readers_beside_a_writer_that_compacts_always_see_a_prefix(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -204,6 +256,7 @@ async def test_a_flush_is_made_at_once_when_one_is_asked_for(tmp_path: Path) -> 
             assert len(list(history(folder / "journal.sqlite"))) == 50 * round_of_events
         await journal.flushed()
         assert journal.uncommitted_for_s == 0.0
+    assert not journal._flush_waiters, "those that were released are still listed"
     journal.close(10)
 
 

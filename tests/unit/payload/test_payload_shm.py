@@ -212,7 +212,8 @@ def test_digests_can_be_switched_off(tmp_path: Path) -> None:
 def test_discard_frees_what_was_dropped(ring: Ring, reader: RingReader) -> None:
     refs = [ring.write([b"x"], timeout_s=0) for _ in range(4)]
     lease = reader.take(refs[0])
-    assert ring.discard([*refs, replace(refs[1], epoch=1)]) == 3
+    foreign = [replace(refs[1], epoch=1), replace(refs[1], ring="another"), replace(refs[1], slot=99)]
+    assert ring.discard([*foreign, *refs]) == 3
     assert ring.statistics()[:4] == (3, 0, 0, 1)
     assert lease.consumed()
     assert ring.discard(refs) == 0

@@ -8,6 +8,7 @@ import msgspec
 import pytest
 import torch
 
+from penstock.errors import RemoteProtocolError
 from penstock.records.ids import Version
 from penstock.records.weights import Manifest
 from penstock.weights.io import device
@@ -64,3 +65,25 @@ def test_memory_of_a_dead_trainer_does_not_close_that_of_its_successor(memory: M
     assert memory.refused == 1, "a refused handle is not tried again"
     assert transport.fetch(memory.publish("new", 8, alive=True), 10.0)["w"][0] == 8.0
     assert (transport.fetched, transport.fallbacks) == (1, 2)
+
+
+def test_a_device_file_of_other_weights_is_not_used(memory: Memory) -> None:
+    """A trainer that was killed while it wrote a version leaves the file of the version before it."""
+    transport = DeviceTransport(memory.run_dir, torch.device("cuda", 0), FileTransport(memory.run_dir))
+    left = (memory.run_dir / memory.publish("one", 7, alive=True).directory / DEVICE_FILE).read_bytes()
+    after = memory.publish("two", 8, alive=True)
+    (memory.run_dir / after.directory / DEVICE_FILE).write_bytes(left)
+    for verify in (True, False):
+        assert transport.fetch(after, 10.0, verify=verify)["w"][0] == 8.0
+    assert (transport.fetched, transport.fallbacks) == (0, 2)
+
+
+def test_a_damaged_slot_is_not_what_was_published(memory: Memory) -> None:
+    transport = DeviceTransport(memory.run_dir, torch.device("cuda", 0), FileTransport(memory.run_dir))
+    manifest = memory.publish("one", 7, alive=True)
+    memory.slots[b"one"][5] ^= 1
+    with pytest.raises(RemoteProtocolError, match="the copy on the device is not"):
+        transport.fetch(manifest, 10.0)
+    staged = transport.fetch(manifest, 10.0, verify=False)
+    assert transport.delivered(manifest, staged) != manifest.digest
+    assert transport.fetched == 2
