@@ -41,11 +41,12 @@ class Room:
         max_staleness: int = 2,
         max_losses: int | None = None,
         new_session: bool = True,
+        snapshot_every: int = 20_000,
     ) -> None:
         table = {"name": "p", "steps": 3, "env": {"name": "gymnasium"}, "model": {"kind": "mlp"}}
         table |= {"rollout": {"group_size": group_size, "max_losses": max_losses}}
         table |= {"train": {"groups_per_step": 2, "max_staleness": max_staleness}}
-        config = validate({"pipeline": [table]})
+        config = validate({"pipeline": [table], "journal": {"snapshot_every_events": snapshot_every}})
         self.metrics = folder / "metrics.jsonl"
         self.journal = Journal(folder / "journal.sqlite", RunId("r"))
         self.lines = JsonLines(self.metrics)
