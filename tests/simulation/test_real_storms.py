@@ -140,6 +140,7 @@ def test_a_disk_that_lies_about_every_kept_checkpoint_ends_the_run_with_a_senten
     lying = msgspec.structs.replace(plan, faults=(Fault(7.0, "lying_disk", for_s=18.0), power_off))
     report = simulate(lying)
     assert report.ended.startswith("p0.trainer: the trainer starts at step 0, but a checkpoint of step ")
+    assert report.first_logged("is damaged: ") is not None
     assert len({line.split("/")[2] for line in report.lost if line.startswith("checkpoints/p0/")}) == 2
     assert report.acceptable
 
