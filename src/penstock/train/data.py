@@ -13,7 +13,7 @@ from penstock.batch.codec import decode
 from penstock.batch.pack import MicroBatch, PackSettings, pack
 from penstock.batch.truncation import masked, overlong
 from penstock.control.io.client import ControlClient
-from penstock.errors import PeerLost, RemoteProtocolError, Transient
+from penstock.errors import InvalidTransition, PeerLost, RemoteProtocolError, Transient
 from penstock.payload.io.fetch import BatchFetcher, FetchReport
 from penstock.payload.io.received import Buffers
 from penstock.records.batch import Batch, BatchGroup
@@ -72,6 +72,11 @@ class PreparedBatch:
                 self.unfreed.remove(report)
         while self.memory:
             self.buffers.release(self.memory.pop())
+
+    @property
+    def prompts(self) -> tuple[PromptIndex, ...]:
+        """The groups to train, without those of `missing_prompts`."""
+        return tuple(group.prompt for group in self.groups)
 
     def trained(self) -> list[TrainedRollout]:
         """The samples, for the rollout log."""
@@ -191,11 +196,16 @@ class DataLoader:
         share, answers = self._ranks.prepare(ready.batch, ready.rings)
         own = await self._loader.load(share, ready.rings)
         own.answered_s = answered_s
+        prepared = [*own.prompts, *own.missing_prompts]
         for answer in answers:
             other = await answer
             assert isinstance(other, Prepared)
+            prepared += (*other.prompts, *other.missing_prompts)
             own.missing_prompts += other.missing_prompts
             own.missing_reason = own.missing_reason or other.missing_reason
+        given = sorted(group.prompt for group in ready.batch.groups)
+        if sorted(prepared) != given:
+            raise InvalidTransition(f"step {step} has prompts {given}, but its ranks prepared {sorted(prepared)}")
         if answers:
             own.figures["tokens"] = float(sum(sum(group.lengths) for group in ready.batch.groups))
         return own

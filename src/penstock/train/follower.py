@@ -86,7 +86,7 @@ class Follower:
             case Prepare(batch=batch, rings=rings):
                 prepared = await self._loader.load(batch, rings)
                 self._batches[batch.step] = prepared
-                return Prepared(prepared.missing_prompts, prepared.missing_reason)
+                return Prepared(prepared.prompts, prepared.missing_prompts, prepared.missing_reason)
             case Score(step=step):
                 self._scores[step] = await training.run(learner.score, self._batches[step].micro_batches)
             case Train(step=step):

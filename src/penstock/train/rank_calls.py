@@ -44,6 +44,8 @@ class Prepare(msgspec.Struct, tag=True, frozen=True):
 class Prepared(msgspec.Struct, tag=True, frozen=True):
     """A share is ready."""
 
+    prompts: tuple[PromptIndex, ...]
+    """Its groups, without those of `missing_prompts`."""
     missing_prompts: tuple[PromptIndex, ...]
     missing_reason: str
 
