@@ -133,7 +133,7 @@ def one_at_a_time(completion: str) -> float:
         ({"environment": "copi"}, "did you mean 'copy'"),
         ({"reward": lambda prompts, completions: []}, "is a lambda"),
         ({"reward": sys.getsizeof}, "expected a function"),
-        ({"reward": one_at_a_time}, r"is called with \(prompts, completions, \*\*columns\), but takes \(completion"),
+        ({"reward": one_at_a_time}, "has a parameter 'completion', which nothing provides"),
         ({"rollout": {"group_sise": 3}}, "group_size"),
         ({"enviroment": "copy"}, "did you mean 'environment'"),
         ({"environment": SimpleNamespace()}, "pass the class itself"),

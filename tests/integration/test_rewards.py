@@ -26,28 +26,32 @@ from penstock.rollout.io.language_workload import outcomes_of
 from penstock.rollout.io.scoring import Scoring, _Child
 
 
-def sleepy(prompts: Any, completions: Sequence[str]) -> list[float]:
-    time.sleep(0.2)
-    return [float(len(completion)) for completion in completions]
-
-
-async def judge(prompts: Any, completions: Sequence[str]) -> list[float]:
-    await asyncio.sleep(0.2)
-    return [float(len(completion)) for completion in completions]
-
-
 def score(scoring: Scoring, *groups: Sequence[str]) -> list[list[Scored]]:
     pending = [scoring.score(["p"] * len(group), group, {}) for group in groups]
     return [one.result(WAIT_S) if isinstance(one, Future) else one for one in pending]
 
 
-@pytest.mark.parametrize("function", [sleepy, judge])
-def test_groups_are_scored_side_by_side(function: Any) -> None:
+TOGETHER = 8
+"""Groups that are inside the function at once, or none returns."""
+
+
+@pytest.mark.parametrize("awaits", [False, True])
+def test_groups_are_scored_side_by_side(awaits: bool) -> None:
+    meeting, waiting = threading.Barrier(TOGETHER), asyncio.Barrier(TOGETHER)
+
+    def lengths(completions: Sequence[str]) -> list[float]:
+        meeting.wait(WAIT_S)
+        return [float(len(completion)) for completion in completions]
+
+    async def awaited_lengths(completions: Sequence[str]) -> list[float]:
+        async with asyncio.timeout(WAIT_S):
+            await waiting.wait()
+        return [float(len(completion)) for completion in completions]
+
+    function = awaited_lengths if awaits else lengths
     scoring = Scoring(Rubric([function]))
-    began = time.monotonic()
-    scored = score(scoring, *[["a", "bb"]] * 32)
-    assert time.monotonic() - began < 0.2 * 32 / 2
-    assert [[one.reward for one in group] for group in scored] == [[1.0, 2.0]] * 32
+    scored = score(scoring, *[["a", "bb"]] * 4 * TOGETHER)
+    assert [[one.reward for one in group] for group in scored] == [[1.0, 2.0]] * 4 * TOGETHER
     assert scored[0][1].parts == {function.__name__: 2.0}
     scoring.close()
 

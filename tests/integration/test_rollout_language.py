@@ -95,6 +95,21 @@ def test_rewards_are_told_how_completions_ended_and_payloads_carry_it() -> None:
     assert [bool(made.arrays["truncated"][0]) for made in outcomes] == [one == "length" for one in ended]
 
 
+def test_rewards_receive_the_tokens_of_the_last_completion() -> None:
+    class Tokens(Echo):
+        def score(self, completions: Any, completion_ids: Any, turns: Any) -> list[float | None]:  # type: ignore[override]
+            self.completions, self.ids = completions, completion_ids
+            return [0.0] * len(completions)
+
+    environment = Tokens()
+    workload = workload_for(environment, max_turns=2)
+    [outcomes] = play(workload, [lease(0, samples=8)])
+    for made, text, ids in zip(outcomes, environment.completions, environment.ids, strict=True):
+        assert made.arrays["token_ids"][-len(ids) :].tolist() == ids
+        assert workload.tokenizer.decode(ids) == text
+        assert made.arrays["loss_mask"][-len(ids) - 1 :].tolist() == [0, *[1] * len(ids)]
+
+
 def test_single_turn_samples_have_the_promised_arrays() -> None:
     workload = workload_for(Copy())
     workload.preflight()

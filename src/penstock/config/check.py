@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import importlib.util
 import os
@@ -15,14 +14,24 @@ from penstock.config.run import Config
 from penstock.engines.hub import cached
 from penstock.engines.settings import HubModel, PathModel
 from penstock.envs.conformity import check_class, check_counted, check_text_environment
-from penstock.envs.registry import check_options, find_environment, find_reward, make_environment, scoring_of
+from penstock.envs.registry import (
+    ENVIRONMENTS,
+    check_options,
+    find_environment,
+    find_reward,
+    make_environment,
+    scoring_of,
+)
 from penstock.envs.settings import EnvSection
 from penstock.errors import ConfigError, PenstockError
 from penstock.payload.io.mapping import DIRECTORY
 from penstock.rollout.hooks import Workload
-from penstock.runtime.named import check_call, check_call_begins, check_methods, described, load_callable, takes
+from penstock.runtime.named import check_call, check_methods, described, load_callable, takes
 from penstock.runtime.sinks import check_sink
 from penstock.train.losses.tokens import NAMED as LOSSES
+
+QUICKLY_MADE = ("penstock.envs.tasks:", "penstock.envs.io.datasets:")
+"""Environments that at most open files: they are made to check their first prompt before anything starts."""
 
 
 def check_environment(config: Config) -> None:
@@ -179,10 +188,13 @@ def _check_environment(section: EnvSection, *, shows_text: bool) -> None:
     if section.name == "gymnasium":
         _check_gymnasium(str(section.options.get("id", "")))
     for reward in section.rewards:
-        check_call_begins(f"reward {reward!r}", find_reward(reward), "prompts", "completions")
-    if factory is find_environment("dataset"):  # it only opens files; the first row is checked
-        with contextlib.closing(factory(**environment_options(section, seed=0))) as dataset:
-            check_text_environment(owner, dataset, scoring_of(owner, section, dataset), converses=False)
+        find_reward(reward)
+    if shows_text and ENVIRONMENTS.get(section.name, section.name).startswith(QUICKLY_MADE):
+        environment = factory(**environment_options(section, seed=0))
+        try:
+            check_text_environment(owner, environment, scoring_of(owner, section, environment), converses=False)
+        finally:
+            getattr(environment, "close", lambda: None)()
 
 
 def environment_options(section: EnvSection, seed: int) -> dict[str, object]:

@@ -8,16 +8,18 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from penstock.envs.protocol import ConversingEnvironment, TextEnvironment
-from penstock.envs.rewards import OPTIONAL_COLUMNS, acceptable
+from penstock.envs.rewards import OPTIONAL_COLUMNS, arguments_of
 from penstock.errors import ConfigError
-from penstock.runtime.named import check_call, check_methods, described
+from penstock.runtime.named import check_methods, described
 
 
 def check_class(owner: str, environment: Any, *, scores: bool) -> None:
     """Checks the methods of a text environment without an instance, if it is a class. `scores`: it needs its own
     `score`, since there are no reward functions."""
     if inspect.isclass(environment):
-        check_methods(owner, environment, TextEnvironment, without=() if scores else ("score",))
+        check_methods(owner, environment, TextEnvironment, without=("score",))
+        if scores and not callable(getattr(environment, "score", None)):
+            raise ConfigError(f"{owner} has no method score(prompts, completions), and env.rewards is empty")
         if hasattr(environment, "reply"):
             check_methods(owner, environment, ConversingEnvironment)
 
@@ -44,9 +46,10 @@ def check_text_environment(
             f"{owner}: prompt(0) is another prompt each time. A lost prompt is requested again by its position, by "
             "other processes too: use a random generator seeded with (seed, position)"
         )
-    columns: dict[str, None] = dict.fromkeys([*OPTIONAL_COLUMNS, *prompt.columns, *(["turns"] if converses else [])])
+    turns = ["turns"] if converses else []
+    available = dict.fromkeys(["prompts", "completions", *prompt.columns, *turns, *OPTIONAL_COLUMNS])
     for name, function in rewards:
-        check_call(name, function, "prompts", "completions", **acceptable(function, columns))
+        arguments_of(name, function, available)
 
 
 def _text_of(prompt: Any) -> str:

@@ -15,7 +15,7 @@ import msgspec
 
 from penstock.envs.cursor import draw
 from penstock.envs.protocol import GoBack, Prompt, TextEnvironment
-from penstock.envs.rewards import acceptable
+from penstock.envs.rewards import call_by_name
 from penstock.errors import ConfigError, LocalProtocolError
 
 PART_COLUMN = "environment"
@@ -73,9 +73,8 @@ class Mixture:
             own = {
                 column: [values[row] for row in chosen] for column, values in columns.items() if column != PART_COLUMN
             }
-            score = self.environments[name].score
             shown = [prompts[row] for row in chosen], [completions[row] for row in chosen]
-            scored = score(*shown, **acceptable(score, own))
+            scored = call_by_name(self.environments[name].score, *shown, own)
             for row, reward in zip(chosen, scored, strict=True):
                 rewards[row] = reward
         return rewards

@@ -1,33 +1,41 @@
 """Reward functions: `f(prompts, completions, **columns) -> list[float | None]`, combined by weight and checked.
 
+Arguments are bound by the names of the parameters, in any order: a function takes what it names of `prompts`,
+`completions`, the columns of the prompts and `OPTIONAL_COLUMNS`, or with `**columns` all of them.
+
 A function may be `async def`. It is called once per group of samples, or with `f.batched = True` once for all waiting
 groups. A function that *raises* for several completions is called for each alone, so that only the samples that it
-cannot score are lost. One that returns something else than one finite number (or None: not applicable) per completion
-is broken for all prompts: the run fails, and the error names the function.
+cannot score are lost; so are those for which it returns a number that is not finite. One that returns something else
+than one number (or None: not applicable) per completion is broken for all prompts: the run fails, and the error names
+the function.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Real
 from typing import Any, TypeVar
 
 import msgspec
 
-from penstock.errors import ConfigError, PenstockError, RunFailed
-from penstock.runtime.named import described, takes
+from penstock.errors import ConfigError, PeerLost, RunFailed
+from penstock.runtime.named import described
 
 RewardFunction = Callable[..., Any]
 """Returns one float or None per completion, or something to await for that."""
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 Columns = Mapping[str, Sequence[Any]]
 
-OPTIONAL_COLUMNS = ("ended", "token_counts", "conversations")
-"""Passed to a reward function that has a parameter of this name, each with one entry per completion: how it ended
-("stop", "length" or "context"), the number of tokens that the policy drew, and all messages of its conversation, the
-completion included. A column of the same name has priority."""
+OPTIONAL_COLUMNS = ("ended", "token_counts", "completion_ids", "conversations")
+"""Passed to a reward function that takes a parameter of this name, each with one entry per completion: how it ended
+("stop", "length" or "context"), the number of tokens that the policy drew, the tokens of the completion, and all
+messages of its conversation, the completion included. A column of the same name has priority."""
+PROMPT_CHARACTERS = 80
+"""Of a prompt in a sentence."""
 
 
 class NoReward(msgspec.Struct, frozen=True):
@@ -69,9 +77,12 @@ class Rubric:
         """The weighted sums. Calls every function in this thread; its exceptions propagate."""
         columns_values: list[Values] = []
         for name, function in zip(self.names, self.functions, strict=True):
-            values = function(prompts, completions, **acceptable(function, columns))
-            columns_values.append([*checked(name, values, len(completions))])
-        return [scored.reward for scored in self.combine(columns_values)]
+            columns_values.append(checked(name, call_by_name(function, prompts, completions, columns), prompts))
+        scored = self.combine(columns_values)
+        for one in scored:
+            if one.error:
+                raise ValueError(one.error)
+        return [one.reward for one in scored]
 
     def combine(self, values: Sequence[Values]) -> list[Scored]:
         """One `Scored` per completion from the values of every function, in the order of the functions."""
@@ -96,6 +107,7 @@ class Rubric:
 
 def is_async(function: Callable[..., Any]) -> bool:
     """Whether a call returns an awaitable."""
+    function = _unwrapped(function)
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
@@ -109,10 +121,9 @@ def values_of(
     name: str, function: Callable[..., Any], prompts: Sequence[Any], completions: Sequence[str], columns: Columns
 ) -> Values:
     """Calls a function that is not async; if it raises for several completions, calls it for each alone."""
-    arguments = acceptable(function, columns)
     try:
-        return [*checked(name, function(prompts, completions, **arguments), len(completions))]
-    except PenstockError:
+        return checked(name, call_by_name(function, prompts, completions, columns), prompts)
+    except (RunFailed, PeerLost):
         raise
     except Exception as error:  # noqa: BLE001 - costs the samples that it cannot score
         if len(completions) == 1:
@@ -125,10 +136,9 @@ async def awaited_values_of(
     name: str, function: Callable[..., Any], prompts: Sequence[Any], completions: Sequence[str], columns: Columns
 ) -> Values:
     """The same for an `async def` function."""
-    arguments = acceptable(function, columns)
     try:
-        return [*checked(name, await function(prompts, completions, **arguments), len(completions))]
-    except PenstockError:
+        return checked(name, await call_by_name(function, prompts, completions, columns), prompts)
+    except (RunFailed, PeerLost):
         raise
     except Exception as error:  # noqa: BLE001 - costs the samples that it cannot score
         if len(completions) == 1:
@@ -147,13 +157,44 @@ def _raised(name: str, error: Exception) -> NoReward:
     return NoReward(f"reward function {name!r} raised {described(error)}")
 
 
-def acceptable(function: Callable[..., Any], columns: Mapping[str, Any]) -> dict[str, Any]:
-    """The columns that the function takes: those of `OPTIONAL_COLUMNS` only if it has the parameter."""
-    return {name: values for name, values in columns.items() if name not in OPTIONAL_COLUMNS or takes(function, name)}
+def call_by_name(
+    function: Callable[..., Any], prompts: Sequence[Any], completions: Sequence[str], columns: Columns
+) -> Any:
+    """Calls the function with what its parameters name."""
+    available = {**columns, "prompts": prompts, "completions": completions}
+    positional, keywords = arguments_of(reward_name(function), function, available)
+    return function(*positional, **keywords)
 
 
-def checked(name: str, values: Any, expected: int) -> list[float | None]:
-    """The returned rewards as floats; raises RunFailed that names the function."""
+def arguments_of(
+    owner: str, function: Callable[..., Any], available: Mapping[str, Any]
+) -> tuple[list[Any], dict[str, Any]]:
+    """The arguments of a call: what the parameters name, and with `**columns` everything. Raises ConfigError for a
+    parameter that is not available."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{owner}: its parameters cannot be read ({error}); name a Python function") from error
+    kinds = {parameter.kind for parameter in parameters}
+    named = [one for one in parameters if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)]
+    if not named and inspect.Parameter.VAR_POSITIONAL in kinds and inspect.Parameter.VAR_KEYWORD not in kinds:
+        raise ConfigError(f"{owner} takes only *{next(iter(parameters)).name}, but is called by name: use **columns")
+    for one in named:
+        if one.name not in available and one.default is one.empty:
+            raise ConfigError(
+                f"{owner} has a parameter {one.name!r}, which nothing provides. Parameters are bound by name, to "
+                f"{', '.join(available)}: rename it, or give it a default"
+            )
+    given = {one.name: available[one.name] for one in named if one.name in available}
+    positional = [given.pop(one.name) for one in named if one.kind is one.POSITIONAL_ONLY and one.name in given]
+    if inspect.Parameter.VAR_KEYWORD in kinds:
+        names = {one.name for one in named}
+        given |= {name: values for name, values in available.items() if name not in names}
+    return positional, given
+
+
+def checked(name: str, values: Any, prompts: Sequence[Any]) -> Values:
+    """The returned rewards as floats, one per prompt; raises RunFailed that names the function."""
     if hasattr(values, "tolist"):  # an array
         values = values.tolist()
     if not isinstance(values, Sequence) or isinstance(values, str | bytes):
@@ -161,14 +202,17 @@ def checked(name: str, values: Any, expected: int) -> list[float | None]:
             f"reward function {name!r} must return a list of numbers, one per completion; "
             f"it returned {type(values).__name__}"
         )
-    if len(values) != expected:
+    if len(values) != len(prompts):
         raise RunFailed(
-            f"reward function {name!r} must return one reward per completion: expected {expected}, found {len(values)}"
+            f"reward function {name!r} must return one reward per completion: expected {len(prompts)}, found "
+            f"{len(values)}"
         )
-    return [_number(name, row, value) for row, value in enumerate(values)]
+    return [_number(name, row, value, prompts[row]) for row, value in enumerate(values)]
 
 
-def _number(name: str, row: int, value: Any) -> float | None:
+def _number(name: str, row: int, value: Any, prompt: Any) -> float | NoReward | None:
+    if getattr(value, "ndim", None) == 0:  # a scalar of numpy, or a tensor
+        value = value.item()
     if value is None:
         return None
     if not isinstance(value, Real):
@@ -178,13 +222,23 @@ def _number(name: str, row: int, value: Any) -> float | None:
         )
     number = float(value)
     if not math.isfinite(number):
-        raise RunFailed(f"reward function {name!r} returned {number} for completion {row}; rewards must be finite")
+        return NoReward(
+            f"reward function {name!r} returned {number} for a completion of the prompt "
+            f"{textwrap.shorten(str(prompt), PROMPT_CHARACTERS)!r}; rewards must be finite"
+        )
     return number
 
 
 def reward_name(function: Callable[..., Any]) -> str:
     """The name of a reward function in metrics and errors."""
+    function = _unwrapped(function)
     return getattr(function, "__name__", type(function).__name__)
+
+
+def _unwrapped(function: Callable[..., Any]) -> Callable[..., Any]:
+    while isinstance(function, functools.partial):
+        function = function.func
+    return function
 
 
 def _distinct(names: Sequence[str]) -> tuple[str, ...]:

@@ -22,7 +22,7 @@ import msgspec
 
 from penstock.envs.chat_parser import CallIds, assistant_message
 from penstock.envs.protocol import DividedEnvironment, GoBack, Message, Prompt, TextEnvironment, prompts_per_pass
-from penstock.envs.rewards import acceptable
+from penstock.envs.rewards import call_by_name
 from penstock.errors import ConfigError
 
 MISTAKE = "error: "
@@ -94,8 +94,7 @@ class WithTools:
         return msgspec.structs.replace(prompt, text=f"{self.description()}\n\n{prompt.text}")
 
     def score(self, prompts: Sequence[Any], completions: Sequence[str], **columns: Sequence[Any]) -> list[float | None]:
-        score = self.environment.score
-        return score(prompts, completions, **acceptable(score, columns))
+        return call_by_name(self.environment.score, prompts, completions, columns)
 
     def reply(self, prompt: Prompt, completions: Sequence[str]) -> str | Sequence[Message] | GoBack | None:
         if prompt.messages:

@@ -33,11 +33,6 @@ def check_call(owner: str, function: Callable[..., Any], *parameters: str, **col
     _check_call(owner, function, [*parameters, *(f"{column}=" for column in columns)], parameters, columns)
 
 
-def check_call_begins(owner: str, function: Callable[..., Any], *parameters: str) -> None:
-    """Raises ConfigError unless it can be called with these, and with keywords that are not determined yet."""
-    _check_call(owner, function, [*parameters, "**columns"], parameters, None)
-
-
 def check_methods(owner: str, found: type, protocol: type, without: Collection[str] = ()) -> None:
     """Raises ConfigError unless the class has the methods of a protocol with matching signatures. If the protocol has
     `**keywords`, the method may require any keywords. Methods in `without` are optional."""

@@ -148,7 +148,7 @@ def test_a_missing_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settin
 def test_a_dataset_without_the_column_that_is_scored(tmp_path: Path):
     (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1", "solution": "2"}\n')
     env = 'name = "jsonl"\noptions = { path = "rows.jsonl" }'
-    with pytest.raises(ConfigError, match=r"reward 'exact_answer' is called with .*answer"):
+    with pytest.raises(ConfigError, match=r"reward 'exact_answer' has a parameter 'answer'"):
         check_environment(load(written(tmp_path, env=env)))
     options = 'options = { path = "rows.jsonl", columns = { prompt = "question" } }'
     with pytest.raises(ConfigError, match="column 'question'"):

@@ -112,7 +112,7 @@ def loaded(*settings: str) -> Any:
         ("env.name=test_users_code:BadReply", "reply is called with (self, prompt, completions)"),
         ("train.advantage=test_users_code:one_argument", "is called with (rewards, group_sizes), but takes (rewards"),
         ('train.filters=["test_users_code:one_argument"]', "is called with (rewards, lengths), but takes (rewards"),
-        ('env.rewards=["test_users_code:one_argument"]', "is called with (prompts, completions, **columns), but takes"),
+        ('env.rewards=["test_users_code:one_argument"]', "has a parameter 'rewards', which nothing provides"),
         ("rollout.workload=test_users_code:one_argument", "is called with (environment, engine, policy)"),
         ("rollout.workload=test_users_code:WorkloadOfFour", "has no method collate(prepared)"),
         ("rollout.workload=test_users_code:BadPrepare", "prepare is called with (self, lease), but takes (self)"),
@@ -133,10 +133,11 @@ def test_reward_functions_stand_in_for_score():
     [
         (["env.name=test_users_code:WithoutCount"], "has no `count`"),
         (["env.name=test_users_code:PlainText"], "returned a str, expected penstock.Prompt"),
-        (["env.name=test_users_code:OtherColumn"], "missing a required argument: 'answers'"),
+        (["env.name=test_users_code:OtherColumn"], "score has a parameter 'answers', which nothing"),
         (
             ["env.name=test_users_code:Shout", 'env.rewards=["test_users_code:other_column"]'],
-            "reward 'test_users_code:other_column' is called with (prompts, completions, answer=)",
+            "reward 'test_users_code:other_column' has a parameter 'solution', which nothing provides. Parameters are "
+            "bound by name, to prompts, completions, answer, ended, token_counts, completion_ids, conversations:",
         ),
     ],
 )

@@ -2,16 +2,33 @@
 
 from __future__ import annotations
 
+import asyncio
+import functools
+import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from penstock.envs.io.datasets import Dataset
+from penstock.envs.mixture import Mixture
 from penstock.envs.registry import ENVIRONMENTS, REWARDS, find_environment, find_reward, make_environment
-from penstock.envs.rewards import Rubric, contains_answer, exact_answer, position_match
+from penstock.envs.rewards import (
+    NoReward,
+    Rubric,
+    arguments_of,
+    awaited_values_of,
+    contains_answer,
+    exact_answer,
+    is_async,
+    position_match,
+    reward_name,
+    values_of,
+)
 from penstock.envs.tasks import Copy
+from penstock.envs.tools import WithTools
 from penstock.errors import ConfigError, RunFailed
 
 
@@ -48,8 +65,6 @@ def test_two_functions_of_one_name_are_told_apart() -> None:
     ("returned", "message"),
     [
         ([1.0], "expected 2, found 1"),
-        ([float("nan"), 1.0], "returned nan for completion 0"),
-        ([1.0, float("inf")], "returned inf for completion 1"),
         (["1", 2], "returned str '1'"),
         (0.5, "it returned float"),
         ("ab", "it returned str"),
@@ -64,11 +79,180 @@ def test_a_broken_reward_function_is_named(returned: Any, message: str) -> None:
         Rubric([broken])(["p", "p"], ["a", "b"])
 
 
-def test_arrays_and_booleans_are_numbers() -> None:
+@pytest.mark.parametrize(
+    "returned",
+    [
+        np.array([True, False]),
+        [np.bool_(True), np.int64(0)],
+        [np.float32(1.0), np.float16(0.0)],
+        [np.array(1.0), np.array(0)],
+        torch.tensor([1.0, 0.0], requires_grad=True),
+        [torch.tensor(1.0, dtype=torch.bfloat16), torch.tensor(0)],
+    ],
+    ids=repr,
+)
+def test_arrays_booleans_and_scalars_of_any_kind_are_numbers(returned: Any) -> None:
     def array(prompts: Any, completions: Any, **columns: Any) -> Any:
-        return np.array([True, False])
+        return returned
 
-    assert Rubric([array])(["p", "p"], ["a", "b"]) == [1.0, 0.0]
+    rewards = Rubric([array])(["p", "p"], ["a", "b"])
+    assert rewards == [1.0, 0.0]
+    assert [type(reward) for reward in rewards] == [float, float]
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("-inf"), np.float32("inf"), torch.tensor(float("nan"))], ids=repr)
+def test_a_reward_that_is_not_finite_costs_its_sample_by_name(bad: Any) -> None:
+    def odd(completions: Any) -> Any:
+        return [bad if completion == "b" else 1.0 for completion in completions]
+
+    async def odd_too(completions: Any) -> Any:
+        return odd(completions)
+
+    prompts = ["what is " + "a long question? " * 20] * 3
+    reason = f"'odd' returned {float(bad)} for a completion of the prompt 'what is a long .* must be finite"
+    for values in (
+        values_of("odd", odd, prompts, ["a", "b", "c"], {}),
+        asyncio.run(awaited_values_of("odd", odd_too, prompts, ["a", "b", "c"], {})),
+    ):
+        assert values[::2] == [1.0, 1.0]
+        assert isinstance(values[1], NoReward)
+        assert re.search(reason, values[1].reason)
+        assert len(values[1].reason) < 250
+    rubric = Rubric([odd, halves], [1.0, 2.0])
+    [first, second, _] = rubric.combine([values_of("odd", odd, prompts, ["a", "b", "c"], {}), [0.5] * 3])
+    assert (first.reward, second.reward) == (2.0, None)
+    assert "'odd' returned" in second.error
+    with pytest.raises(ValueError, match="'odd' returned"):
+        rubric(prompts, ["a", "b", "c"])
+
+
+class Length:
+    def __call__(self, completions: Any, *, weight: float = 1.0) -> Any:
+        return [weight * len(completion) for completion in completions]
+
+    def method(self, answer: Any, completions: Any) -> Any:
+        return [float(given == right) for given, right in zip(completions, answer, strict=True)]
+
+    async def awaited(self, completions: Any, **kwargs: Any) -> Any:
+        assert {*kwargs} == {"prompts", "answer", "token_counts", "completion_ids"}
+        return [1.0 for _ in completions]
+
+
+class AsyncLength:
+    async def __call__(self, completions: Any, prompts: Any) -> Any:
+        return [float(len(given) - len(shown)) for given, shown in zip(completions, prompts, strict=True)]
+
+
+def swapped(completions: Any, prompts: Any, **kw: Any) -> Any:
+    return [float(len(given) - len(shown)) for given, shown in zip(completions, prompts, strict=True)]
+
+
+def only_completions(completions: Any, **kwargs: Any) -> Any:
+    return [float(len(completion)) for completion in completions]
+
+
+def counted(completions: Any, token_counts: Any, **kw: Any) -> Any:
+    return [float(count) for count in token_counts]
+
+
+def ids(prompts: Any, completions: Any, completion_ids: Any, **kwargs: Any) -> Any:
+    return [float(sum(tokens)) for tokens in completion_ids]
+
+
+def answered(completions: Any, answer: Any, **kwargs: Any) -> Any:
+    return [float(given == right) for given, right in zip(completions, answer, strict=True)]
+
+
+def positional(prompts: Any, completions: Any, /, answer: Any) -> Any:
+    return answered(completions, answer)
+
+
+def with_defaults(completions: Any, trainer_state: Any = None, answer: Any = ()) -> Any:
+    assert trainer_state is None
+    return answered(completions, answer)
+
+
+async def judged(completions: Any, answer: Any, **kwargs: Any) -> Any:
+    return answered(completions, answer)
+
+
+@functools.wraps(answered)
+def wrapped(*arguments: Any, **keywords: Any) -> Any:
+    return answered(*arguments, **keywords)
+
+
+SIGNATURES: list[tuple[Any, list[float]]] = [
+    (swapped, [1.0, 2.0]),
+    (only_completions, [2.0, 3.0]),
+    (counted, [4.0, 5.0]),
+    (ids, [3.0, 7.0]),
+    (answered, [1.0, 0.0]),
+    (positional, [1.0, 0.0]),
+    (with_defaults, [1.0, 0.0]),
+    (judged, [1.0, 0.0]),
+    (wrapped, [1.0, 0.0]),
+    (Length(), [2.0, 3.0]),
+    (Length().method, [1.0, 0.0]),
+    (Length().awaited, [1.0, 1.0]),
+    (AsyncLength(), [1.0, 2.0]),
+    (functools.partial(Length(), weight=2.0), [4.0, 6.0]),
+    (functools.partial(judged, more=1), [1.0, 0.0]),
+    (lambda completions, answer: answered(completions, answer), [1.0, 0.0]),
+]
+
+
+@pytest.mark.parametrize(("function", "expected"), SIGNATURES, ids=[reward_name(one) for one, _ in SIGNATURES])
+def test_arguments_are_bound_by_name(function: Any, expected: list[float]) -> None:
+    prompts, completions = ["p", "p"], ["aa", "bbb"]
+    columns = {"answer": ["aa", "c"], "token_counts": [4, 5], "completion_ids": [[1, 2], [3, 4]]}
+    if is_async(function):
+        values = asyncio.run(awaited_values_of("f", function, prompts, completions, columns))
+    else:
+        values = values_of("f", function, prompts, completions, columns)
+    assert values == expected
+
+
+def typo(prompts: Any, completion: Any) -> Any: ...
+
+
+def unnamed(*arguments: Any) -> Any: ...
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (typo, "f has a parameter 'completion', which nothing .* by name, to prompts, completions, answer: rename"),
+        (unnamed, r"f takes only \*arguments, but is called by name"),
+        (functools.partial(typo, completion=1), ""),
+        (dict.fromkeys, "f: its parameters cannot be read|which nothing provides"),
+    ],
+)
+def test_a_parameter_that_nothing_provides_is_named(function: Any, message: str) -> None:
+    available = dict.fromkeys(["prompts", "completions", "answer"])
+    if not message:
+        assert arguments_of("f", function, available) == ([], {"prompts": None})
+        return
+    with pytest.raises(ConfigError, match=message):
+        arguments_of("f", function, available)
+
+
+def test_a_column_that_one_group_lacks_costs_its_samples() -> None:
+    [value] = values_of("answered", answered, ["p"], ["a"], {})
+    assert isinstance(value, NoReward)
+    assert "has a parameter 'answer', which nothing provides" in value.reason
+
+
+def test_environments_that_hold_others_bind_by_name() -> None:
+    class Swapped(Copy):
+        def score(self, completions: Any, answer: Any, ended: Any) -> Any:  # type: ignore[override]
+            return [float(given == right) for given, right in zip(completions, answer, strict=True)]
+
+    inner: Any = Swapped()
+    answer = inner.prompt(0).columns["answer"]
+    columns = {"answer": [answer, answer], "ended": ["stop", "stop"], "more": [1, 2]}
+    assert WithTools(inner, []).score(["p"] * 2, [answer, "-"], **columns) == [1.0, 0.0]
+    mixture = Mixture({"one": (inner, 1.0)})
+    assert mixture.score(["p"] * 2, [answer, "-"], environment=["one", "one"], **columns) == [1.0, 0.0]
 
 
 def test_impossible_rubrics_are_refused() -> None:

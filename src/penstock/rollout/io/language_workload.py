@@ -82,7 +82,9 @@ class LanguageHooks:
             top_p=settings.top_p,
             min_p=settings.min_p,
         )
-        self._passes_conversations = any(takes(function, "conversations") for function in self.scoring.rubric.functions)
+        functions = self.scoring.rubric.functions
+        self._passes_conversations = any(takes(function, "conversations") for function in functions)
+        self._passes_ids = any(takes(function, "completion_ids") for function in functions)
         self.max_turns = settings.max_turns if hasattr(environment, "reply") else 1
         self.kept = kept
 
@@ -248,6 +250,8 @@ class LanguageHooks:
             "ended": [episode.endings[-1] for episode in episodes],
             "token_counts": [episode.generated_tokens for episode in episodes],
         }
+        if self._passes_ids:
+            columns["completion_ids"] = [_last_completion(episode) for episode in episodes]
         if self._passes_conversations:
             columns["conversations"] = [self._conversation(prompt, episode) for episode in episodes]
         columns |= {name: [value] * len(episodes) for name, value in prompt.columns.items()}
@@ -255,6 +259,11 @@ class LanguageHooks:
             columns["turns"] = [[*episode.completions] for episode in episodes]
         completions = [episode.completions[-1] for episode in episodes]
         return self.scoring.score([prompt.shown()] * len(episodes), completions, columns)
+
+
+def _last_completion(episode: Episode) -> list[int]:
+    """Its tokens."""
+    return episode.context()[episode.context_tokens(len(episode.completions) - 1) :]
 
 
 def chat_of(tokenizer: Tokenizer, environment: Any) -> Chat | None:
