@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import resource
@@ -153,6 +154,164 @@ def test_a_transfer_cut_off_in_the_middle_is_transient_and_the_next_succeeds(
         thread.join(10.0)
     assert cut
     assert digest_of(transport.fetch(manifest, 20.0)) == manifest.digest  # from the other address
+
+
+class Wire:
+    """A link between replicas and a server that can be cut: then nothing passes, and nobody is told."""
+
+    def __init__(self, server: ArtifactServer) -> None:
+        host, port = server.address.split(":")
+        self._upstream = (host, int(port))
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
+        self.intact = threading.Event()
+        self.intact.set()
+        self.passed = 0
+        self.cut_after: int | None = None
+        """Bytes that pass to the replica before the link is cut."""
+        self._ends: list[socket.socket] = [self._listener]
+        self._threads = [threading.Thread(target=self._accept, daemon=True)]
+        self._threads[0].start()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                client, _ = self._listener.accept()
+                upstream = socket.create_connection(self._upstream)
+                self._ends += [client, upstream]
+                for source, target in ((client, upstream), (upstream, client)):
+                    thread = threading.Thread(target=self._carry, args=(source, target), daemon=True)
+                    self._threads.append(thread)
+                    thread.start()
+
+    def _carry(self, source: socket.socket, target: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(65536):
+                if source.getpeername() == self._upstream:
+                    self.passed += len(data)
+                    if self.cut_after is not None and self.passed > self.cut_after:
+                        self.cut_after = None
+                        self.intact.clear()
+                self.intact.wait(30.0)
+                target.sendall(data)
+            target.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self.intact.set()
+        for end in self._ends:
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+        for thread in self._threads:
+            thread.join(10.0)
+        for end in self._ends:
+            end.close()
+
+
+@pytest.mark.parametrize("cut_after", [0, 300_000], ids=["before the reply", "in the middle"])
+@pytest.mark.parametrize("streams", [1, 4])
+def test_a_cut_link_is_given_up_and_the_next_attempt_succeeds_once_it_is_healed(
+    tmp_path: Path, server: ArtifactServer, streams: int, cut_after: int
+) -> None:
+    manifest = published(tmp_path, server, 1)
+    wire = Wire(server)
+    through = msgspec.structs.replace(manifest, addresses=(wire.address,))
+    transport = PullTransport(TOKEN, streams=streams, idle_s=0.2)
+    wire.cut_after = cut_after
+    outcome: list[object] = []
+
+    def pull() -> None:
+        try:
+            transport.fetch(through, 300.0)
+        except Transient as error:
+            outcome.append(error)
+
+    pulling = threading.Thread(target=pull, daemon=True)
+    pulling.start()
+    pulling.join(20.0)  # far from the deadline of the whole fetch
+    assert not wire.intact.is_set(), "the link was cut"
+    assert wire.passed > cut_after
+    assert [f"{wire.address.split(':')[1]}" in str(error) for error in outcome] == [True]
+    wire.intact.set()
+    assert digest_of(transport.fetch(through, 20.0)) == manifest.digest
+    wire.close()
+
+
+def asking(server: ArtifactServer, manifest: Manifest, bucket: int, length: int) -> socket.socket:
+    """A replica's connection that has asked for these bytes."""
+    host, port = server.address.split(":")
+    connection = socket.create_connection((host, int(port)), timeout=20.0)
+    connection.sendall(REQUEST.pack(MAGIC, token_digest(TOKEN), manifest.digest.encode(), bucket, 0, length))
+    return connection
+
+
+def test_a_transfer_is_not_ended_for_idle_strangers(tmp_path: Path) -> None:
+    server = ArtifactServer(tmp_path, TOKEN, max_strangers=4)
+    manifest = Publisher(tmp_path, "l1", addresses=(server.address,)).publish(
+        Version(1), {"w": torch.arange(8 << 20, dtype=torch.int32)}
+    )
+    server.offer(manifest)
+    host, port = server.address.split(":")
+    size = manifest.buckets[0].size_bytes
+    with asking(server, manifest, 0, size) as pulling, contextlib.ExitStack() as stack:
+        assert REPLY.unpack(pulling.recv(REPLY.size)) == (0, size)
+        idle = [stack.enter_context(socket.create_connection((host, int(port)), 20.0)) for _ in range(70)]
+        assert [connection.recv(1) for connection in idle[:66]] == [b""] * 66
+        left = size
+        while left and (data := pulling.recv(1 << 20)):
+            left -= len(data)
+        assert left == 0
+    server.close(5.0)
+    assert threads() == []
+
+
+def test_any_number_of_replicas_pull_at_once(tmp_path: Path, server: ArtifactServer) -> None:
+    manifest = published(tmp_path, server, 1)
+    with contextlib.ExitStack() as stack:
+        replicas = [stack.enter_context(asking(server, manifest, 0, 1)) for _ in range(100)]
+        answers = [replica.makefile("rb").read(REPLY.size + 1) for replica in replicas]
+        assert {REPLY.unpack(answer[:-1]) for answer in answers} == {(0, 1)}
+        assert digest_of(PullTransport(TOKEN).fetch(manifest, 20.0)) == manifest.digest
+
+
+@pytest.mark.parametrize(
+    ("reply", "error", "words"),
+    [
+        (REPLY.pack(0, 5), RemoteProtocolError, "announced 5 bytes where"),
+        (REPLY.pack(7, 0), RemoteProtocolError, "refused to serve"),
+        (REPLY.pack(1, 0), Stale, "no longer offered"),
+        (REPLY.pack(0, 257 * 300 * 4), Transient, "closed before the end"),
+        (REPLY.pack(0, 257 * 300 * 4) + b"x", Transient, "closed after 1 of"),
+        (REPLY.pack(0, 1)[:3], Transient, "closed after 3 of"),
+        (b"", Transient, "closed without an answer"),
+    ],
+    ids=["length", "status", "gone", "no body", "part of a body", "part of a reply", "nothing"],
+)
+def test_a_server_that_answers_wrongly_is_an_exact_error(
+    tmp_path: Path, server: ArtifactServer, reply: bytes, error: type[Exception], words: str
+) -> None:
+    manifest = published(tmp_path, server, 1)
+
+    def answer(listener: socket.socket) -> None:
+        connection, _ = listener.accept()
+        with connection:
+            connection.recv(REQUEST.size, socket.MSG_WAITALL)
+            connection.sendall(reply)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=answer, args=(listener,), daemon=True)
+        thread.start()
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        lying = msgspec.structs.replace(manifest, addresses=(address,))
+        with pytest.raises(error, match=words):
+            PullTransport(TOKEN, streams=1).fetch(lying, 20.0)
+        thread.join(10.0)
+
+
+@pytest.mark.parametrize("address", ["nowhere", "host:", ":80", "host:http"])
+def test_an_address_that_is_none_is_named(tmp_path: Path, server: ArtifactServer, address: str) -> None:
+    manifest = msgspec.structs.replace(published(tmp_path, server, 1), addresses=(address,))
+    with pytest.raises(RemoteProtocolError, match=f"names address '{address}', expected host:port"):
+        PullTransport(TOKEN).fetch(manifest, 20.0)
 
 
 def test_bytes_changed_on_the_way_are_noticed(tmp_path: Path, server: ArtifactServer) -> None:

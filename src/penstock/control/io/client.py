@@ -11,6 +11,7 @@ time per call than the controller needs to answer it.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 from collections.abc import Callable
@@ -23,6 +24,7 @@ from penstock import errors
 from penstock.errors import LocalProtocolError, PeerLost, RemoteProtocolError
 from penstock.records.ids import MemberId, PipelineName
 from penstock.runtime.backoff import Backoff
+from penstock.runtime.listening import watch_link
 from penstock.wire.codec import MAX_MESSAGE_BYTES, Codec
 from penstock.wire.messages import Refused, Reply, Request
 
@@ -191,6 +193,7 @@ class ControlClient:
         except OSError as error:
             raise _Unreachable(f"cannot connect: {error}") from error
         self._open.add(connection)
+        connection.watch()
         return connection
 
     def _locate(self) -> tuple[str, int]:
@@ -258,6 +261,12 @@ class _Connection(asyncio.Protocol):
         finally:
             self._timer.cancel()
             self._answer = None
+
+    def watch(self) -> None:
+        """An idle connection to a machine that is cut off is closed, and not used for the next call."""
+        assert self._transport is not None
+        with contextlib.suppress(OSError):  # the controller may have closed it
+            watch_link(self._transport.get_extra_info("socket"))
 
     def expire_in(self, timeout_s: float) -> None:
         """Shortens the timeout of the current exchange, if there is one."""
