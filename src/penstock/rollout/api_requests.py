@@ -34,7 +34,7 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "n": ((1,), "each call has one completion: call again for more"),
     "best_of": ((1,), "each call has one completion"),
     "response_format": (({"type": "text"},), _UNCONSTRAINED),
-    "parallel_tool_calls": ((True,), _UNCONSTRAINED),
+    "parallel_tool_calls": ((True,), "an answer may have several calls: the agent may run the first alone"),
     "logprobs": ((False,), "log-probabilities are recorded for the trainer, not returned"),
     "top_logprobs": ((0,), "log-probabilities are recorded for the trainer, not returned"),
     "logit_bias": (({},), _DISTRIBUTION),
