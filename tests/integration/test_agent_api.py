@@ -234,6 +234,7 @@ async def test_what_the_model_would_not_read_is_refused(messages: list[Any], sen
             await api.client.chat.completions.create(model="policy", messages=messages)
         assert refused.value.type == "invalid_request_error"
         assert refused.value.param
+        assert (refused.value.code == "unsupported_content") == ("are of" in sentence or "reads text only" in sentence)
         assert not api.recorded.calls
 
 

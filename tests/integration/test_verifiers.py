@@ -96,17 +96,69 @@ __all__ = ["LettersTaskset", "PairEnv", "Talk"]
 '''
 
 
+PICTURES = '''
+"""A picture, in the prompt or after the first answer; whoever does not name its colour has no reward."""
+
+import itertools
+
+import httpx
+import verifiers.v1 as vf
+from verifiers.v1.runtimes import ProgramResult
+
+PICTURE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+
+
+class PicturesConfig(vf.TasksetConfig):
+    later: bool = False
+
+
+class PictureTask(vf.Task[vf.TaskData]):
+    @vf.reward
+    async def named(self, trace: vf.Trace) -> float:
+        return float(trace.last_reply == "red")
+
+
+class PicturesTaskset(vf.Taskset[PictureTask, PicturesConfig]):
+    INFINITE = True
+
+    def load(self):
+        for number in itertools.count():
+            shown = "Begin." if self.config.later else [vf.UserMessage(content=[PICTURE])]
+            yield PictureTask(vf.TaskData(idx=number, prompt=shown), self.config.task)
+
+
+class Show(vf.Harness[vf.HarnessConfig]):
+    EXECUTES_CODE = NEEDS_CONTAINER = False
+
+    async def setup(self, runtime) -> None: ...
+
+    async def launch(self, ctx, trace, runtime, endpoint, secret, mcp_urls, data, **more):
+        messages = [{"role": "user", "content": data.prompt}]
+        async with httpx.AsyncClient(timeout=60.0, headers={"Authorization": f"Bearer {secret}"}) as client:
+            for picture in (None, PICTURE):
+                content = [picture] if picture else data.prompt
+                body = {"model": ctx.model, "messages": [{"role": "user", "content": content}]}
+                await client.post(f"{endpoint}/chat/completions", json=body)
+        return ProgramResult(exit_code=0, stdout="", stderr="")
+
+
+__all__ = ["PicturesTaskset", "Show"]
+'''
+
+
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("packages")
     (folder / "letters_env").mkdir()
     (folder / "letters_env" / "__init__.py").write_text(PACKAGE)
+    (folder / "pictures_env").mkdir()
+    (folder / "pictures_env" / "__init__.py").write_text(PICTURES)
     return folder
 
 
 @contextmanager
 def model(said: str, status: int = 200) -> Iterator[tuple[str, list[tuple[str, Any]]]]:
-    """A server that always says the same; what it was asked, with the session of each request."""
+    """A server that always says the same and refuses pictures; what it was asked, with the session of each request."""
     asked: list[tuple[str, Any]] = []
 
     class Handler(http.server.BaseHTTPRequestHandler):
@@ -121,8 +173,15 @@ def model(said: str, status: int = 200) -> Iterator[tuple[str, list[tuple[str, A
                 "object": "chat.completion",
                 "choices": [{"index": 0, "message": message, "finish_reason": "stop"}],
             }
-            data = json.dumps(answer if status == 200 else {"error": {"message": said}}).encode()
-            self.send_response(status)
+            pictured = "image_url" in json.dumps(body)
+            error = (
+                {"message": "it is of type 'image_url'", "code": "unsupported_content"}
+                if pictured
+                else {"message": said}
+            )
+            found = 400 if pictured else status
+            data = json.dumps(answer if found == 200 else {"error": error}).encode()
+            self.send_response(found)
             self.send_header("Content-Type", "application/json")
             self.send_header("Content-Length", str(len(data)))
             self.end_headers()
@@ -169,6 +228,17 @@ def test_an_environment_is_played_by_position_and_one_agent_of_it_is_the_sample(
             _play_for_ever(environment, base_url)
         killer.join()
         assert environment.play(base_url, "key", 2).reward == 2.0
+
+
+@pytest.mark.slow
+def test_an_environment_with_pictures_is_refused(path: Path) -> None:
+    options: dict[str, Any] = {"id": "pictures_env", "python": str(PYTHON), "path": [str(path)]}
+    with pytest.raises(ConfigError, match="task 0 has a prompt with 'image_url': the policy reads text only"):
+        Verifiers(**options)
+    environment = Verifiers(**options, config={"taskset": {"later": True}})
+    with model("red") as (base_url, asked), pytest.raises(RuntimeError, match="unsupported_content"):
+        environment.play(base_url, "key", 0)
+    assert len(asked) == 2, "it had an answer and a reward"
 
 
 def _play_for_ever(environment: Verifiers, base_url: str) -> None:

@@ -24,6 +24,8 @@ from types import SimpleNamespace
 from typing import Any
 
 MODEL = "policy"
+UNSUPPORTED = "unsupported_content"
+"""The endpoint's code for an image and the like. An episode that sends one fails, even if it would have a reward."""
 KEPT_TASKS = 4096
 """Tasks of an endless taskset that are kept; for an older one the taskset is read again from its beginning."""
 
@@ -41,6 +43,9 @@ class Bridge:
         if self.env.taskset.bounded:
             self.tasks.update(enumerate(self.env.taskset))
             self.rows = len(self.tasks)
+        for number, task in self.tasks.items() if self.rows is not None else [(0, self.task(0))]:
+            if kinds := _not_text(task.data.prompt):
+                raise ValueError(f"task {number} has a prompt with {kinds}: the policy reads text only")
 
     async def agents(self) -> list[str]:
         """The agents that use the trained model, without those that the environment does not train."""
@@ -85,6 +90,9 @@ class Bridge:
                 episode = await self.env.run_slot(slot, ModelContext(model=MODEL, client=client))
         finally:
             del os.environ[variable]
+        for call in (call for trace in episode.traces for call in trace.calls):
+            if call.error is not None and UNSUPPORTED in call.error.message:
+                raise RuntimeError(call.error.message)
         active = [trace for trace in episode.traces if trace.num_turns and trace.agent.name in request["agents"]]
         if not active:
             refused = [call.error for trace in episode.traces for call in trace.calls if call.error is not None]
@@ -122,6 +130,13 @@ def _with_defaults(ident: str, config: dict[str, Any]) -> dict[str, Any]:
             if field.default.harness is None and default_harness_id(taskset_id) == "bash":
                 agent.setdefault("harness", {"id": "null"})
     return raw
+
+
+def _not_text(prompt: Any) -> str:
+    """The kinds of content in a prompt that are no text."""
+    contents = [message.content for message in prompt] if isinstance(prompt, list) else []
+    parts = itertools.chain.from_iterable(content for content in contents if isinstance(content, list))
+    return ", ".join(dict.fromkeys(repr(part.type) for part in parts if part.type != "text"))
 
 
 def _why(errors: list[Any]) -> str:
