@@ -163,7 +163,7 @@ def _shrunk(entries: dict[str, Any]) -> dict[str, Any]:
             most = layers if name in _LAYERS else _SIZES.get(name, value)
             if name == "num_key_value_heads" and value == heads:
                 most = HEADS
-            small = min(value, most)
+            small = VOCABULARY if name == "vocab_size" else min(value, most)
         shrunk[name] = small
     # A tied head would answer each token with itself, whatever came before.
     shrunk |= {name: off for name, off in _OFF.items() if shrunk.get(name)}

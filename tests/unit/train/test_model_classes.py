@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from penstock.batch.pack import Packing, PackSettings, pack_tokens
-from penstock.engines.architecture import logprobs_of, miniature, text_config
-from penstock.engines.models import LanguagePolicy
+from penstock.engines.architecture import VOCABULARY, logprobs_of, miniature, text_config
+from penstock.engines.models import LanguagePolicy, TinyLanguageModel, build
 from penstock.engines.requests import Sampling
 from penstock.engines.torch.engine import TorchEngine
 from penstock.engines.torch.support import check_served
@@ -148,6 +148,13 @@ def test_a_model_that_sees_later_tokens_is_refused() -> None:
 def test_a_kind_of_model_without_a_causal_class_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"'qwen2_5_vl' cannot be trained: .* no causal language model"):
         check_trained(config_of("qwen2_5_vl"))
+
+
+def test_a_model_smaller_than_its_miniature_is_tried_out_too() -> None:
+    config: Any = build(TinyLanguageModel(alphabet="ab", hidden_size=16, heads=2, layers=1)).module.config
+    check_trained(config)
+    check_served(config)
+    assert miniature(config).config.vocab_size == VOCABULARY  # type: ignore[union-attr]
 
 
 def test_a_plain_call_of_a_trained_model_obeys_its_attention_mask() -> None:
