@@ -43,7 +43,8 @@ def _handlers() -> Iterator[None]:
 def lived(folder: Path, main: RoleMain) -> tuple[int, dict[str, object] | None]:
     run = RunDir.create(folder, "run", CONFIG.format(environment="copy"), "0")
     named = ("--name", "one", "--member", "one-1", "--session", "s", "--pipeline", "p")
-    code = run_role(main, parse(["trainer", str(run.root), *named]))
+    with run.with_new_token():
+        code = run_role(main, parse(["trainer", str(run.root), *named]))
     path = run.failure_path("one")
     return code, json.loads(path.read_text()) if path.exists() else None
 

@@ -100,7 +100,7 @@ LINKED = {
     "configuration": ["config.toml"],
     "journal": ["journal.sqlite"],
     "journal's files": ["journal.sqlite-wal", "journal.sqlite-shm"],
-    "small files": ["metrics.jsonl", "ending.json", "token", "controller.json", "supervisor.lock"],
+    "small files": ["metrics.jsonl", "ending.json", "controller.json", "supervisor.lock"],
     "folders": ["logs", "rollouts", "failures", "plots", "sinks", "tensorboard", "checkpoints"],
     "a folder in a folder": ["rollouts/p", "checkpoints/p"],
     "files in folders": [

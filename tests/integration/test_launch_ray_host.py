@@ -20,6 +20,7 @@ from penstock.runtime.rundir import RunDir
 
 pytestmark = pytest.mark.timeout(120)
 
+TOKEN = "t" * 43
 TRAINER = ProcessSpec("letters.trainer", "trainer", ("--pipeline", "letters"), threads=1, pipeline="letters")
 
 HOST = """
@@ -28,7 +29,7 @@ from penstock.launch.processes import CONTROLLER
 from penstock.launch.ray_host import RoleHost, StartOrder
 host = RoleHost()
 assert host.open(sys.argv[1], sys.argv[2])
-host.start(StartOrder(CONTROLLER, "controller-1", "one", host="", gpus=0, extra_path=()))
+host.start(StartOrder(CONTROLLER, "controller-1", "one", host="", gpus=0, extra_path=(), token="t" * 43))
 print("started", flush=True)
 sys.stdin.read()
 """
@@ -47,7 +48,7 @@ def host(run: RunDir, monkeypatch: pytest.MonkeyPatch, folder: Path) -> Iterator
     monkeypatch.setattr("tempfile.tempdir", str(folder / "tmp"))
     host = RoleHost()
     assert not host.open(str(folder / "nowhere"), run.run_id)
-    files = {name: (run.root / name).read_text() for name in ("run.json", "config.toml", "token")}
+    files = {name: (run.root / name).read_text() for name in ("run.json", "config.toml")}
     assert Path(host.create_directory(RunFiles(run.run_id, files))).parent == folder / "tmp"
     yield host
     clear_node(run.run_id)
@@ -55,7 +56,9 @@ def host(run: RunDir, monkeypatch: pytest.MonkeyPatch, folder: Path) -> Iterator
 
 
 def order(spec: ProcessSpec, **changes: str) -> StartOrder:
-    return StartOrder(spec, f"{spec.name}-1", "one", host=changes.get("host", ""), gpus=0, extra_path=())
+    return StartOrder(
+        spec, f"{spec.name}-1", "one", host=changes.get("host", ""), gpus=0, extra_path=(), token="t" * 43
+    )
 
 
 def test_a_process_lives_ends_and_logs_far_from_its_run_directory(host: RoleHost):

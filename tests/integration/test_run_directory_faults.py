@@ -75,15 +75,6 @@ def test_a_copy_of_a_live_run_leaves_the_original_alone(folder: Path):
     assert run.end()[0] == 130
 
 
-def test_a_lost_token_is_made_again_with_the_resumed_run(folder: Path):
-    run = start(folder, letters(folder, steps=3))
-    assert run.end()[0] == 0
-    (run.directory / "token").unlink()
-    code, output = start(folder, "--resume", run.directory, "--set", "pipeline.letters.steps=5").end()
-    assert code == 0, output
-    assert (run.directory / "token").stat().st_mode & 0o777 == 0o600
-
-
 def test_too_few_open_files_are_a_sentence(folder: Path):
     command = [sys.executable, "-m", "penstock.cli.main", "run", str(letters(folder, steps=3))]
     # The limit is set in the child: here it would depend on how many files the test process has open.

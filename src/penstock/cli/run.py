@@ -109,8 +109,7 @@ def run_command(
 def _run(run: RunDir, config: Config, console: Console, preloading: Preloading | None) -> Outcome:
     if config.launch.kind == "ray":
         return uvloop.run(ray_launcher().run_on_ray(run, config, _view(run, config, console)))
-    with exclusive(run), configured(run, dump(config)):
-        run.renew_token()
+    with exclusive(run), configured(run, dump(config)), run.with_new_token():
         configure("supervisor", run.log_path("supervisor"), logging.INFO, warnings_shown=False)  # the view shows notes
         return uvloop.run(_supervise(run, config, console, preloading))
 

@@ -126,7 +126,7 @@ class ForkServer:
         self._socket = self._preloading.requests
 
     async def fork(
-        self, spec: ProcessSpec, arguments: Sequence[str], environment: Mapping[str, str], output: Path
+        self, spec: ProcessSpec, arguments: Sequence[str], environment: Mapping[str, str], output: Path, token: str
     ) -> ForkedProcess | None:
         if spec.role not in ROLES:
             return None
@@ -139,6 +139,7 @@ class ForkServer:
                 "environment": dict(environment),
                 "path": [str(path) for path in self._config.run.extra_path],
                 "log": str(output),
+                "token": token,
             }
             try:
                 if not self._ready:

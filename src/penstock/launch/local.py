@@ -21,6 +21,7 @@ from penstock.launch.restarts import Ended
 from penstock.payload.io.leftovers import sweep_dead, sweep_own
 from penstock.runtime.logs import rotate
 from penstock.runtime.process import kill_left_behind, kill_tree
+from penstock.runtime.run_token import handed_over
 from penstock.runtime.rundir import RunDir
 
 log = logging.getLogger(__name__)
@@ -117,16 +118,18 @@ class LocalPlacer:
         )
         if spec.role == "trainer":
             await asyncio.sleep(0)  # it needs samples first: workers that start at the same time go first
-        forked = await self._forkserver.fork(spec, arguments, inherited, path)
+        forked = await self._forkserver.fork(spec, arguments, inherited, path, self._run.token())
         if forked is not None:
             return ProcessWithDescendants(forked, member)
-        with path.open("ab") as output:
+        with path.open("ab") as output, handed_over(self._run.token()) as token:
             child = await asyncio.create_subprocess_exec(
                 *arguments,
+                *("--token-fd", str(token)),
                 stdin=DEVNULL,
                 stdout=output,
                 stderr=output,
                 env=inherited,
+                pass_fds=(token,),
                 start_new_session=True,
             )
         return ProcessWithDescendants(LocalProcess(child), member)

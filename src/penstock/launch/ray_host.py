@@ -23,6 +23,7 @@ from penstock.launch.processes import ProcessSpec, command, environment
 from penstock.payload.io.leftovers import sweep, sweep_dead
 from penstock.runtime.parent import watch_parent
 from penstock.runtime.process import kill_tree
+from penstock.runtime.run_token import handed_over
 from penstock.runtime.rundir import RunDir, write_atomically
 
 LOG_CHUNK_BYTES = 1 << 20
@@ -30,7 +31,7 @@ LOG_CHUNK_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class RunFiles:
-    """Files that a process needs where the run directory is not accessible. Contains the run's token: never logged."""
+    """Files that a process needs where the run directory is not accessible."""
 
     run_id: str
     files: dict[str, str] = field(repr=False)
@@ -47,6 +48,7 @@ class StartOrder:
     """The address for other machines; empty: listen on loopback only."""
     gpus: int
     extra_path: tuple[str, ...]
+    token: str = field(repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,13 +129,15 @@ class RoleHost:
         spec = order.spec
         hidden = {} if order.gpus else {"CUDA_VISIBLE_DEVICES": ""}  # a process without GPUs must not see one
         try:
-            with run.log_path(spec.name).open("ab") as output:
+            with run.log_path(spec.name).open("ab") as output, handed_over(order.token) as token:
+                begun = command(spec, run.root, order.member, order.session, parent=os.getpid(), host=order.host)
                 self._child = subprocess.Popen(
-                    command(spec, run.root, order.member, order.session, parent=os.getpid(), host=order.host),
+                    [*begun, "--token-fd", str(token)],
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=output,
                     env=dict(environment(spec, order.extra_path)) | hidden,
+                    pass_fds=(token,),
                     start_new_session=True,
                 )
         except OSError as error:

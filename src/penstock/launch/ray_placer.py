@@ -48,7 +48,7 @@ REMOTE_HOST: Any = ray.remote(RoleHost)
 HOST_CALLS = 4
 """Concurrent calls of a host: one of them always waits for the process to end."""
 
-REMOTE_FILES = ("run.json", "config.toml", "token")
+REMOTE_FILES = ("run.json", "config.toml")
 """Files of the run directory that a process reads, besides the address of the controller."""
 
 
@@ -251,6 +251,7 @@ class RayPlacer:
             host=host.node.address if self._outside else "",
             gpus=self._places[spec.name][0].needs.gpus,
             extra_path=tuple(map(str, self._config.run.extra_path)),
+            token=self._run.token(),
         )
 
     async def run(self) -> None:

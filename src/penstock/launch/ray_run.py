@@ -122,7 +122,7 @@ class RunActor:
     def _supervise(self) -> None:
         config = load(self._run.config_path)
         placer = RayPlacer(self._run, config, self._view.note)
-        with exclusive(self._run):
+        with exclusive(self._run), self._run.with_new_token():
             uvloop.run(supervise(self._run, config, placer, self._view, self._stop))
 
 

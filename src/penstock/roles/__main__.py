@@ -29,6 +29,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--member", required=True, help="names this incarnation of the process")
     parser.add_argument("--session", required=True, help="names this start of the run")
     parser.add_argument("--parent", type=int, help="the process to die with")
+    parser.add_argument("--token-fd", type=int, help="a descriptor with the run's token; default: that of this user")
     parser.add_argument("--host", default="", help="listen on this address instead of loopback")
     parser.add_argument("--pipeline")
     parser.add_argument("--index", type=int, default=0)

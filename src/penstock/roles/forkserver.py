@@ -24,6 +24,7 @@ from typing import Any
 
 from penstock.roles.quick_imports import import_all
 from penstock.runtime.parent import die_with_parent
+from penstock.runtime.run_token import handed_over
 
 MAX_BYTES = 1 << 20
 ADOPTED_WITHIN_S = 10.0
@@ -97,10 +98,12 @@ def _run(request: Mapping[str, Any], parent: int) -> int:
     sys.path[:0] = request["path"]
     arguments = request["arguments"]
     _show_as(arguments)
-    sys.argv = ["penstock.roles", *arguments[arguments.index("penstock.roles") + 1 :]]
     gc.enable()
     from penstock.roles import __main__ as entry
 
+    with handed_over(request["token"]) as reader:
+        token = os.dup(reader)  # the role closes it
+    sys.argv = ["penstock.roles", *arguments[arguments.index("penstock.roles") + 1 :], "--token-fd", str(token)]
     return entry.finished(entry.main())
 
 

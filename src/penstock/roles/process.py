@@ -33,6 +33,7 @@ from penstock.runtime.lag import LagMonitor
 from penstock.runtime.logs import configure
 from penstock.runtime.member import RunMember, StoppedAtStart
 from penstock.runtime.process import raise_file_limit
+from penstock.runtime.run_token import receive
 from penstock.runtime.rundir import NO_SPACE, RunDir
 
 log = logging.getLogger(__name__)
@@ -105,6 +106,8 @@ RoleMain = Callable[[RoleProcess], Coroutine[Any, Any, None]]
 def run_role(main: RoleMain, options: argparse.Namespace) -> int:
     """Runs a role to its end. An error becomes the process's failure report and its exit code."""
     run = RunDir.open(options.run_dir)
+    if options.token_fd is not None:
+        run.hold_token(receive(options.token_fd))
     configure(options.name, level=logging.INFO)  # to standard error, which the supervisor redirects to the log file
     raise_file_limit()
     try:

@@ -23,6 +23,8 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from penstock.runtime.listening import Allowance, Door, close_with
 
+from penstock.errors import LocalProtocolError
+
 MAX_HEAD_BYTES = 16 * 1024
 MAX_HEADERS = 100
 """Of the first head: the credential is searched in these."""
@@ -40,6 +42,8 @@ must take the same short time for any."""
 
 def bearer(token: str) -> HasCredential:
     """The token in the header `Authorization`."""
+    if not token:
+        raise LocalProtocolError("a server with an empty token would admit everyone")
     credential = f"Bearer {token}".encode()
 
     def has_credential(url: bytes, headers: list[tuple[bytes, bytes]]) -> bool:

@@ -27,6 +27,7 @@ from penstock.runtime.interpreter import python_command
 from penstock.runtime.member import RunMember
 from penstock.runtime.process import how_ended, is_alive, start_time
 from penstock.runtime.progress import ProgressCell
+from penstock.runtime.run_token import handed_over
 
 log = logging.getLogger(__name__)
 
@@ -134,15 +135,16 @@ class RankChildren:
     async def _start(self, rank: int, seat: msgspec.Struct, passed: tuple[int, ...]) -> asyncio.subprocess.Process:
         process, name = self._process, self.name(rank)
         process.run.failure_path(name).unlink(missing_ok=True)
-        with process.run.log_path(name).open("ab") as output:
+        with process.run.log_path(name).open("ab") as output, handed_over(process.run.token()) as token:
             child = await asyncio.create_subprocess_exec(
                 *python_command("-m", "penstock.roles", self._role, str(process.run.root)),
                 *("--name", name, "--member", f"{process.member}.rank{rank}", "--session", process.session),
                 *("--parent", str(os.getpid()), "--pipeline", process.pipeline_name, "--index", str(process.index)),
+                *("--token-fd", str(token)),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=output,
                 stderr=output,
-                pass_fds=passed,
+                pass_fds=(*passed, token),
             )
         assert child.stdin is not None
         child.stdin.write(msgspec.json.encode(seat) + b"\n")

@@ -11,7 +11,6 @@
   rollouts/        per pipeline, readable samples
   plots/           reward curves
   origin.json      the mark of the user who made the run
-  token            the run's secret, readable by its owner only
   controller.json  current address of the controller
   code/            functions and classes that were passed to `penstock.train`, as a module
   ending.json      how the run ended; absent while it runs, and if it was killed
@@ -20,12 +19,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import secrets
 import shutil
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, get_args
@@ -34,6 +35,7 @@ from penstock.errors import ConfigError, RunFailed
 from penstock.records.ids import RunId
 from penstock.runtime.beneath import check_beneath, files_beneath, open_beneath, read_beneath, write_beneath
 from penstock.runtime.origin import is_marked, mark
+from penstock.runtime.run_token import checked, kept, kept_for_commands, new_token
 
 Ending = Literal["complete", "interrupted", "failed"]
 
@@ -65,10 +67,11 @@ class RunDir:
     def __init__(self, root: Path, run_id: RunId) -> None:
         self.root = root
         self.run_id = run_id
+        self._token = ""
 
     @classmethod
     def create(cls, parent: Path, name: str, config_toml: str, version: str) -> RunDir:
-        """Creates a directory with a new run id and token, for its owner only."""
+        """Creates a directory with a new run id, for its owner only. The token is in memory."""
         stamp = time.strftime("%Y%m%d-%H%M%S")
         root = parent / f"{name}-{stamp}"
         for count in range(2, 100):
@@ -83,10 +86,10 @@ class RunDir:
         else:
             raise ConfigError(f"cannot make a run directory in {parent}: its names are taken; choose another run.dir")
         run = cls(root.resolve(), RunId(secrets.token_hex(8)))
+        run.hold_token(new_token())
         try:
             for folder in ("logs", "failures", "checkpoints", "weights", "rollouts", "plots"):
                 (run.root / folder).mkdir()
-            write_private(run.token_path, secrets.token_urlsafe(32))
             run.config_path.write_text(config_toml, encoding="utf-8")
             made = {"run_id": run.run_id, "format": FORMAT, "penstock": version, "made_at": time.time(), "name": name}
             write_atomically(run.root / "run.json", json.dumps(made, indent=2))
@@ -172,10 +175,6 @@ class RunDir:
         return self.root / "metrics.jsonl"
 
     @property
-    def token_path(self) -> Path:
-        return self.root / "token"
-
-    @property
     def endpoint_path(self) -> Path:
         return self.root / "controller.json"
 
@@ -208,18 +207,18 @@ class RunDir:
         return self.root / "rollouts" / pipeline
 
     def token(self) -> str:
-        try:
-            return self.read(self.token_path).decode("ascii").strip()
-        except (OSError, ValueError) as error:
-            raise RunFailed(
-                f"the run's token cannot be read from {self.token_path} ({error}): a live run cannot continue "
-                "without it; stop it and resume it to create a new token"
-            ) from error
+        """The secret of the run's processes: received at their start, or kept for this user's commands."""
+        return self._token or kept(self.root, self.run_id)
 
-    def renew_token(self) -> None:
-        """Creates a token if there is none. Call only while no process of the run is alive."""
-        if not self.token_path.exists():
-            write_private(self.token_path, secrets.token_urlsafe(32))
+    def hold_token(self, token: str) -> None:
+        self._token = checked(token, "the run's processes")
+
+    @contextlib.contextmanager
+    def with_new_token(self) -> Iterator[None]:
+        """A new token for one start of the run. Enter only while no process of the run is alive."""
+        self.hold_token(new_token())
+        with kept_for_commands(self._token, self.root, self.run_id):
+            yield
 
     @property
     def in_place(self) -> bool:
@@ -315,8 +314,3 @@ def _no_run(root: Path) -> str:
 def write_atomically(path: Path, text: str) -> None:
     """Replaces the file: readers see the old text or the new text, never a part."""
     write_beneath(path.parent, path, text.encode("utf-8"))
-
-
-def write_private(path: Path, text: str) -> None:
-    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="ascii") as file:
-        file.write(text)
