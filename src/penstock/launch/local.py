@@ -16,11 +16,11 @@ from penstock.config.run import Config
 from penstock.launch.forkserver import ForkedProcess, ForkServer
 from penstock.launch.gpus import gpu_environment, gpus_here
 from penstock.launch.preload import Preloading
-from penstock.launch.processes import MEMBER_VARIABLE, ProcessSpec, command, environment
+from penstock.launch.processes import ProcessSpec, command, environment
 from penstock.launch.restarts import Ended
 from penstock.payload.io.leftovers import sweep_dead, sweep_own
 from penstock.runtime.logs import rotate
-from penstock.runtime.process import kill_left_behind, kill_tree
+from penstock.runtime.process import MEMBER_VARIABLE, kill_left_behind, kill_tree
 from penstock.runtime.run_token import handed_over
 from penstock.runtime.rundir import RunDir
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from penstock.config.run import Config
 from penstock.runtime.interpreter import python_command, search_path
+from penstock.runtime.process import MEMBER_VARIABLE
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +30,6 @@ class ProcessSpec:
     """Of a worker, within its pipeline."""
 
 
-MEMBER_VARIABLE = "PENSTOCK_MEMBER"
 CONTROLLER = ProcessSpec("controller", "controller", (), 1, wave=1)
 
 

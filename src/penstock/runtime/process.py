@@ -13,6 +13,8 @@ from pathlib import Path
 import psutil
 
 POLL_S = 0.01
+MEMBER_VARIABLE = "PENSTOCK_MEMBER"
+"""Inherited by all descendants of a process of a run, which are found by it when the process has ended."""
 GPUS_VARIABLE = "PENSTOCK_GPUS"
 """Number of GPUs of the machine, in the environment of processes that see only their own."""
 

@@ -12,7 +12,6 @@ import asyncio
 import contextlib
 import logging
 import math
-import os
 import shlex
 import threading
 from collections.abc import Coroutine, Sequence
@@ -22,6 +21,7 @@ from typing import Any
 import msgspec
 
 from penstock.envs.io.programs import Program
+from penstock.envs.io.variables import passed_variables
 from penstock.envs.protocol import Prompt
 from penstock.envs.rewards import is_async
 from penstock.errors import ConfigError, PeerLost
@@ -88,12 +88,15 @@ class Agent:
         count: int | None = None,
         alphabet: str | None = None,
         timeout_s: float = 600.0,
+        pass_env: Sequence[str] = (),
         seed: int = 0,
     ) -> None:
+        """`pass_env` names variables that a `command` sees beside `penstock.envs.io.variables.PASSED`."""
         if bool(function) == bool(command):
             raise ConfigError("an agent is either a `function` or a `command`: give one of the two in env.options")
         self.function = load_callable("agent", function) if function else None
         self.command = [*command]
+        self._variables = passed_variables(pass_env)
         self.name = f"agent {function or shlex.join(command)!r}"
         self.count = count
         self.timeout_s = timeout_s
@@ -251,11 +254,10 @@ class Agent:
             "PENSTOCK_POSITION": str(available["position"]),
             "PENSTOCK_SEED": str(available["seed"]),
         }
-        variables = os.environ | variables
         with self._lock:
             if running.cancelled:
                 raise InterruptedError("the episode was cancelled before its program was started")
-            running.program = Program(self.command, variables)
+            running.program = Program(self.command, self._variables | variables)
         try:
             ended = running.program.run(self.timeout_s)
         except TimeoutError as error:

@@ -22,6 +22,7 @@ from typing import Any
 
 from penstock.envs.cursor import Cursor
 from penstock.envs.io.agents import AgentResult
+from penstock.envs.io.variables import passed_variables
 from penstock.envs.protocol import Prompt
 from penstock.errors import ConfigError
 from penstock.runtime.interpreter import python_command
@@ -50,11 +51,13 @@ class Verifiers:
         shuffle: bool = True,
         alphabet: str = LETTERS,
         timeout_s: float = 600.0,
+        pass_env: Sequence[str] = (),
         seed: int = 0,
     ) -> None:
         """`python` is the interpreter that has verifiers, this one if empty. `path` are directories with the packages
         of environments that are not installed there. `config` is the environment's own configuration, `agents` which of
-        its agents are trained: all that play with the trained model, if empty."""
+        its agents are trained: all that play with the trained model, if empty. `pass_env` names variables that the
+        process sees beside `penstock.envs.io.variables.PASSED`, such as the key of a judge."""
         if not python and importlib.util.find_spec("verifiers") is None:
             raise ConfigError(
                 f"environment 'verifiers:{id}' needs the package verifiers. It pins its dependencies, so install it in "
@@ -65,7 +68,8 @@ class Verifiers:
         self.alphabet = alphabet
         self.timeout_s = timeout_s
         settings = json.dumps({"id": id, "config": config or {}})
-        self._bridge = _bridge(python or sys.executable, settings, tuple(str(Path(one).resolve()) for one in path))
+        places = tuple(str(Path(one).resolve()) for one in path)
+        self._bridge = _bridge(python or sys.executable, settings, places, tuple(pass_env))
         rows, trainable = self._bridge.described()
         unknown = [agent for agent in agents if agent not in trainable]
         if unknown or not trainable:
@@ -125,17 +129,17 @@ class Verifiers:
 
 
 @functools.cache
-def _bridge(python: str, settings: str, path: tuple[str, ...]) -> _Bridge:
+def _bridge(python: str, settings: str, path: tuple[str, ...], pass_env: tuple[str, ...]) -> _Bridge:
     """Environments for training and for evaluation share a process."""
-    return _Bridge(python, settings, path)
+    return _Bridge(python, settings, path, pass_env)
 
 
 class _Bridge:
     """The process that runs the episodes; starts another one if it has ended."""
 
-    def __init__(self, python: str, settings: str, path: tuple[str, ...]) -> None:
+    def __init__(self, python: str, settings: str, path: tuple[str, ...], pass_env: tuple[str, ...]) -> None:
         # Not this interpreter's PYTHONPATH. The process and its children, such as tool servers, need `path`.
-        self._variables = os.environ | {"PYTHONPATH": os.pathsep.join(path)}
+        self._variables = passed_variables(pass_env) | {"PYTHONPATH": os.pathsep.join(path)}
         script = Path(__file__).with_name("verifiers_bridge.py")
         self._command = python_command(str(script), settings, interpreter=python)
         self._lock = threading.Lock()
