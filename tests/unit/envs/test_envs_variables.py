@@ -14,7 +14,8 @@ from penstock.errors import ConfigError
 
 SECRETS = ("AWS_SECRET_ACCESS_KEY", "HF_TOKEN", "WANDB_API_KEY", "OPENAI_ORG", "GITHUB_TOKEN", "https_proxy")
 COUNT = "import os; print(sum(one.startswith('secret') for one in os.environ.values()), end=' ')"
-SEES = (
+NEEDED = "('PATH', 'OPENAI_API_KEY', 'PENSTOCK_MEMBER', 'LC_ALL')"
+SEES = f"{COUNT}; print(int(all(name in os.environ for name in {NEEDED})))"
     COUNT + "; print(int(all(name in os.environ for name in ('PATH', 'OPENAI_API_KEY', 'PENSTOCK_MEMBER', 'LC_ALL'))))"
 )
 
@@ -49,5 +50,5 @@ def test_the_process_of_verifiers_sees_no_secret_either():
 
 
 def test_a_variable_that_is_not_set_is_a_mistake():
-    with pytest.raises(ConfigError, match="env.options.pass_env names 'NO_SUCH_KEY'"):
+    with pytest.raises(ConfigError, match=r"env.options.pass_env names 'NO_SUCH_KEY'"):
         passed_variables(["NO_SUCH_KEY"])
