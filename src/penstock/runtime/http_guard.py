@@ -21,9 +21,8 @@ import uvicorn
 from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from penstock.runtime.listening import Allowance, Door, close_with
-
 from penstock.errors import LocalProtocolError
+from penstock.runtime.listening import Allowance, Door, close_with
 
 MAX_HEAD_BYTES = 16 * 1024
 MAX_HEADERS = 100

@@ -1,7 +1,6 @@
 """The run's token: made anew at every start, handed to each process through a pipe, never in a run directory.
 
-Commands beside a live run, such as `doctor`, find it in a private folder of the user's home. Imports only the standard
-library and errors.
+Commands beside a live run, such as `doctor`, find it in a private folder of the user's home.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from penstock.errors import RunFailed
+from penstock.runtime.origin import key_path
 
 log = logging.getLogger(__name__)
 
@@ -53,9 +53,8 @@ def receive(descriptor: int) -> str:
 
 def token_file(run_root: Path, run_id: str) -> Path:
     """Where the token of a live run is for this user's commands. A copy of a run directory has another file."""
-    home = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
     place = hashlib.sha256(os.fsencode(run_root) + run_id.encode()).hexdigest()[:16]
-    return home / "penstock" / "tokens" / f"{run_root.name}-{place}"
+    return key_path().parent / "tokens" / f"{run_root.name}-{place}"
 
 
 @contextlib.contextmanager

@@ -16,8 +16,6 @@ SECRETS = ("AWS_SECRET_ACCESS_KEY", "HF_TOKEN", "WANDB_API_KEY", "OPENAI_ORG", "
 COUNT = "import os; print(sum(one.startswith('secret') for one in os.environ.values()), end=' ')"
 NEEDED = "('PATH', 'OPENAI_API_KEY', 'PENSTOCK_MEMBER', 'LC_ALL')"
 SEES = f"{COUNT}; print(int(all(name in os.environ for name in {NEEDED})))"
-    COUNT + "; print(int(all(name in os.environ for name in ('PATH', 'OPENAI_API_KEY', 'PENSTOCK_MEMBER', 'LC_ALL'))))"
-)
 
 
 @pytest.fixture(autouse=True)

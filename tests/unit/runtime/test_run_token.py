@@ -40,7 +40,7 @@ def test_every_start_has_another_token(run: RunDir):
 
 def test_it_is_for_this_user_only_not_in_the_run_and_gone_after_it(run: RunDir, home: Path):
     with run.with_new_token():
-        [kept] = [path for path in home.rglob("*") if path.is_file()]
+        [kept] = [path for path in home.rglob("tokens/*")]
         assert stat.S_IMODE(kept.stat().st_mode) == 0o600
         assert stat.S_IMODE(kept.parent.stat().st_mode) == 0o700
         assert not [path for path in run.root.rglob("*") if path.is_file() and run.token() in path.read_text()]
@@ -60,7 +60,7 @@ def test_a_copy_of_a_live_run_has_its_own(run: RunDir, tmp_path: Path):
 @pytest.mark.parametrize("text", ["", "  \n", "short", "é" * 43])
 def test_one_that_could_be_guessed_is_refused(run: RunDir, text: str):
     path = token_file(run.root, run.run_id)
-    path.parent.mkdir(parents=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)
     with pytest.raises(RunFailed, match="token"):
         RunDir.open(run.root).token()
@@ -78,7 +78,7 @@ def test_a_server_without_a_token_does_not_start():
 def test_a_link_in_its_place_is_replaced_and_not_followed(run: RunDir, tmp_path: Path):
     (tmp_path / "mine").write_text("x" * 43)
     path = token_file(run.root, run.run_id)
-    path.parent.mkdir(parents=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.symlink_to(tmp_path / "mine")
     with pytest.raises(RunFailed, match="token"):
         RunDir.open(run.root).token()
@@ -88,7 +88,7 @@ def test_a_link_in_its_place_is_replaced_and_not_followed(run: RunDir, tmp_path:
 
 
 def test_a_run_works_without_a_place_for_it(run: RunDir, home: Path, caplog: pytest.LogCaptureFixture):
-    home.write_text("a file")
+    (home / "penstock" / "tokens").write_text("a file")
     with run.with_new_token():
         assert len(run.token()) > 32
     assert "could not be kept" in caplog.text
