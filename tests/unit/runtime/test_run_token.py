@@ -40,7 +40,7 @@ def test_every_start_has_another_token(run: RunDir):
 
 def test_it_is_for_this_user_only_not_in_the_run_and_gone_after_it(run: RunDir, home: Path):
     with run.with_new_token():
-        [kept] = [path for path in home.rglob("tokens/*")]
+        [kept] = home.rglob("tokens/*")
         assert stat.S_IMODE(kept.stat().st_mode) == 0o600
         assert stat.S_IMODE(kept.parent.stat().st_mode) == 0o700
         assert not [path for path in run.root.rglob("*") if path.is_file() and run.token() in path.read_text()]
