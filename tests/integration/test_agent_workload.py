@@ -6,22 +6,27 @@ import asyncio
 import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
+import msgspec
 import numpy as np
 import pytest
-from test_rollout_runner import NumberedStore, ScriptedController, settings
+from test_rollout_runner import NumberedStore, ScriptedController, settings, until
 
 from penstock.engines.models import LanguagePolicy, TinyLanguageModel, build
 from penstock.engines.requests import Completion, Sampling
 from penstock.envs.io import agents
 from penstock.envs.io.agents import Agent, AgentResult
 from penstock.envs.protocol import Prompt
+from penstock.envs.settings import EnvSection
 from penstock.errors import PeerLost, PenstockError, RunFailed, Transient
+from penstock.roles.rollout_worker import _settings
 from penstock.rollout.io import agent_workload
 from penstock.rollout.io.agent_workload import AgentWorkload
 from penstock.rollout.io.runner import Runner
+from penstock.rollout.prefetch import Bounds
 from penstock.rollout.settings import RolloutSection
 
 
@@ -70,14 +75,20 @@ class Player:
 
 
 async def generate(
-    environment: Any, engine: Engine, controller: ScriptedController, *, threads: int = 8, **options: Any
+    environment: Any,
+    engine: Engine,
+    controller: ScriptedController,
+    *,
+    threads: int = 8,
+    bounds: Bounds = Bounds(batch_samples=2, queue_samples=8, concurrency=8),
+    **options: Any,
 ) -> ScriptedController:
     """Generates all prompts; returns the controller, which has the results."""
     policy = build(TinyLanguageModel(alphabet="ab>", hidden_size=16, layers=1, heads=2, max_positions=48))
     assert isinstance(policy, LanguagePolicy)
     section = RolloutSection(max_new_tokens=4)
     workload = AgentWorkload(environment, engine, policy.tokenizer, section, threads=threads, **options)
-    runner = Runner(workload, controller, NumberedStore(), settings(batch_samples=2, concurrency=8))
+    runner = Runner(workload, controller, NumberedStore(), msgspec.structs.replace(settings(), bounds=bounds))
     try:
         async with asyncio.timeout(30.0):
             await runner.run()
@@ -276,6 +287,31 @@ async def test_an_agent_that_is_late_fails_and_its_key_is_refused(monkeypatch: p
     assert answers[-1] == 401, "its episode has ended"
     assert ["did not end within 0.5 s" in failure.error for failure in controller.failures] == [True]
     assert len(controller.rollouts) == 3
+
+
+async def test_a_slow_episode_holds_its_group_alone() -> None:
+    """The others are delivered while it runs, also where calls of many groups are configured."""
+    process: Any = SimpleNamespace(
+        pipeline=SimpleNamespace(rollout=RolloutSection(group_size=2, batch_samples=32), env=EnvSection(name="agent")),
+        config=SimpleNamespace(run=SimpleNamespace(grace_s=10.0)),
+    )
+    controller = ScriptedController(16)
+    alone = threading.Event()
+
+    def play(base_url: str, api_key: str, position: int) -> float:
+        ask(base_url, api_key)
+        if position == 3:
+            assert alone.wait(20.0), "the others were not delivered"
+        return 1.0
+
+    environment = Player(play)
+    chosen = _settings(process, environment).bounds
+    assert chosen.batch_samples * chosen.concurrency == 32
+    async with asyncio.TaskGroup() as group:
+        group.create_task(generate(environment, Engine(), controller, threads=32, bounds=chosen))
+        await until(lambda: len(controller.rollouts) == 30)
+        alone.set()
+    assert not controller.failures
 
 
 async def test_an_episode_whose_worker_ends_is_cancelled() -> None:

@@ -111,14 +111,14 @@ async def _generate(
 ) -> None:
     pipeline = process.pipeline
     lag = process.lag_monitor()
-    settings = _settings(process)
+    settings = _settings(process, environment)
     details = {"ring": address, "more_rings": ranks.rings, "prompt_count": prompts_per_pass(environment)}
 
     async with (
         connected(process, "rollout", lambda: engine.vacate(LEAVE_S / 2), **details) as client,
         Tasks() as tasks,
     ):
-        controller = WorkerClient(process, client, tasks, engine, ring, call=pipeline.rollout.batch_samples)
+        controller = WorkerClient(process, client, tasks, engine, ring, call=settings.bounds.batch_samples)
         moved = process.progress.moved
 
         group = ranks.lead(tasks, workload, engine, ring, controller, settings) if ranks.others else None
@@ -208,7 +208,7 @@ def build(process: RoleProcess, rank: int = 0, engine_ranks: EngineRanks | None 
     return environment, engine, workload, policy
 
 
-def _settings(process: RoleProcess) -> RunnerSettings:
+def _settings(process: RoleProcess, environment: Any) -> RunnerSettings:
     rollout = process.pipeline.rollout
     bounds = Bounds(
         batch_samples=rollout.batch_samples,
@@ -218,4 +218,6 @@ def _settings(process: RoleProcess) -> RunnerSettings:
         concurrency=rollout.concurrency,
         preparations=max(rollout.preparations, rollout.preparation_processes or 0),
     )
+    if hasattr(environment, "play") and rollout.ranks == 1:  # episodes of agents take seconds or minutes
+        bounds = bounds.in_calls_of(rollout.group_size)
     return RunnerSettings(bounds=bounds, prefetch=rollout.prefetch, drain_s=process.config.run.grace_s / 2)

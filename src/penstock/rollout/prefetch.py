@@ -84,6 +84,14 @@ class Bounds(msgspec.Struct, frozen=True):
             return max(self.output_samples, self.batch_samples)
         return self.concurrency * self.batch_samples + self.queue_samples
 
+    def in_calls_of(self, samples: int) -> Bounds:
+        """The same number of samples in the engine, in calls of `samples`: each call is delivered when it is done, and
+        waits for its slowest sample."""
+        if samples >= self.batch_samples:
+            return self
+        calls = self.concurrency * self.batch_samples // samples
+        return msgspec.structs.replace(self, batch_samples=samples, concurrency=calls)
+
 
 class Prefetch:
     """The state machine. One instance per worker; single-threaded."""
