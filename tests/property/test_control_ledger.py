@@ -176,8 +176,9 @@ class LedgerMachine(RuleBasedStateMachine):
         steps=st.sampled_from([None, 4, 8]),
         prompts=st.sampled_from([None, 7, 12]),
         picky=st.booleans(),
+        wait_s=st.sampled_from([0.0, 0.05, 60.0]),
     )
-    def start(self, groups, size, staleness, steps, prompts, picky):
+    def start(self, groups, size, staleness, steps, prompts, picky, wait_s):
         if steps is None and prompts is None:
             steps = 8
         self.settings = PipelineSettings(
@@ -189,6 +190,7 @@ class LedgerMachine(RuleBasedStateMachine):
             max_staleness=staleness,
             max_failures=2,
             max_filtered_per_step=2,
+            straggler_wait_s=wait_s,
         )
         self.judge = (
             (lambda rewards, lengths: "dull" if max(rewards) == 0 else None)
@@ -338,9 +340,15 @@ class LedgerMachine(RuleBasedStateMachine):
     def ask_batch(self, ahead):
         step = self.model.version + ahead
         given = any(row.state == "dispatched" and row.step == step for row in self.model.rows.values())
+        late, since = self.stragglers(), self.control.state.batch_ready_at
         answer = self.send(messages.AskBatch(P, self.trainer, step))
         if isinstance(answer, messages.BatchReady) and not given and answer.batch.groups:
             self.filtered_since = 0
+            if late and (wait_s := self.settings.straggler_wait_s):
+                assert since is not None
+                assert self.now - since >= wait_s, "a group was outdated that could still have been waited for"
+                for prompt in late:
+                    self.model.drop(self.model.live(prompt), "outdated")
             self.model.dispatch(answer.batch)
             assert self.send(messages.AskBatch(P, self.trainer, step)) == answer
             short = len(answer.batch.groups) < self.settings.groups_per_step
@@ -348,7 +356,19 @@ class LedgerMachine(RuleBasedStateMachine):
         elif isinstance(answer, messages.NotYet):
             ready = len(self.model.groups("buffered"))
             due = step == self.model.next_step
-            assert not due or ready < self.settings.groups_per_step
+            assert not due or ready < self.settings.groups_per_step or (late and self.settings.straggler_wait_s)
+
+    def stragglers(self) -> list[int]:
+        """Open groups that the next batch would outdate, if all missing members are with workers that are awaited."""
+        found = []
+        for prompt in self.model.groups("leased"):
+            group = self.control.ledger.state.groups[prompt]
+            rows = self.model.live(prompt)
+            owners = {row.owner for row in rows if row.state == "leased"}
+            awaited = not owners & self.control.state.not_awaited.keys() and len(rows) == self.model.group_size
+            if awaited and group.promised <= self.model.next_step - self.model.max_staleness:
+                found.append(prompt)
+        return found
 
     @precondition(lambda self: self.model.version < self.model.next_step)
     @rule(data=st.data())

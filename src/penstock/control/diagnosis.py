@@ -8,7 +8,7 @@ from penstock.control.ledger import Ledger
 from penstock.control.membership import Member, Membership
 from penstock.control.settings import PipelineSettings
 from penstock.control.state import PipelineState
-from penstock.records.ids import StepIndex
+from penstock.records.ids import MemberId, StepIndex
 from penstock.wire.messages import LOADING
 
 
@@ -121,15 +121,28 @@ class Observer:
         ended = table.next_sample - table.counts["leased"] - table.dropped["returned"]
         return self.admission.outstanding() + self.evaluation.outstanding, ended
 
+    def stragglers(self) -> int:
+        """Groups that a full batch waits for: it would outdate them."""
+        return self.ledger.stragglers(self.not_awaited())
+
+    def not_awaited(self) -> frozenset[MemberId]:
+        """Workers whose groups no batch waits for: those that evaluate, and those that were waited for in vain."""
+        return self.evaluation.evaluators | self.state.not_awaited.keys()
+
+    def awaits_stragglers(self, now: float) -> bool:
+        """Whether a full batch waits for them: up to `straggler_wait_s`, and as long as the trainer is busy anyway."""
+        since, wait_s = self.state.batch_ready_at, self.settings.straggler_wait_s
+        return wait_s > 0 and (since is None or now - since < wait_s) and self.stragglers() > 0
+
     def batch_waits_for(self) -> str:
         """Names what the next batch lacks."""
         ledger, counts = self.ledger, self.state.ledger.counts
         if self.state.phase == "stopped":
             return f"nothing: the pipeline was stopped ({self.state.stop_reason})"
         if ledger.ready_groups >= ledger.groups_per_step:
-            overtaken, wait_s = ledger.overtaken_groups(), self.settings.straggler_wait_s
-            if overtaken and wait_s:
-                return f"{overtaken} groups that step {ledger.state.next_step} would outdate, at most {wait_s:g} s"
+            stragglers, wait_s = self.stragglers(), self.settings.straggler_wait_s
+            if stragglers and wait_s:
+                return f"{stragglers} groups that step {ledger.state.next_step} would outdate, at most {wait_s:g} s"
             return f"the acknowledgement of step {ledger.state.version}"
         return (
             f"{ledger.groups_per_step - ledger.ready_groups} more of {ledger.groups_per_step} groups for step "
@@ -164,6 +177,9 @@ class Observer:
             )
         elif given is not None:
             sentences.append(f"The batch of step {table.version} is kept for it.")
+        elif self.admission.batch_is_ready() and self.awaits_stragglers(now):
+            sentences.append(f"The batch of step {table.next_step} is full and waits for {self.batch_waits_for()}.")
+            sentences.extend(self._explain_workers(workers, now))
         elif self.ledger.ready_groups >= self.settings.groups_per_step:
             who = (
                 f": the trainer {trainer.member} should fetch it ({_liveness(trainer, now)})"

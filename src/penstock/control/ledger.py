@@ -12,7 +12,7 @@ The cost of an operation depends on the samples it moves, not on the samples in 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from math import isfinite
 from typing import Protocol
 
@@ -92,10 +92,33 @@ class Ledger:
         """The lowest weights version whose samples the next step may train."""
         return self.state.next_step - self.max_staleness
 
-    def overtaken_groups(self) -> int:
-        """Open groups that will most likely be outdated if the next batch is formed without them."""
+    def stragglers(self, busy: Collection[MemberId] = ()) -> int:
+        """Open groups that the next batch would most likely outdate, and that may be complete before it: each missing
+        member is leased, to a worker that is not `busy`. A member that awaits a worker would begin again."""
         last = self.oldest_allowed
-        return sum(groups for version, groups in self.state.promised_by_version.items() if version <= last)
+        overtaken = sum(groups for version, groups in self.state.promised_by_version.items() if version <= last)
+        return overtaken - len(self._overtaken_that_wait(busy)) if overtaken else 0
+
+    def drop_stragglers(self, busy: Collection[MemberId] = ()) -> tuple[int, list[MemberId]]:
+        """Drops the groups that `stragglers` counts, so that their prompts are issued again. Returns their number and
+        the members that they were leased to."""
+        last, waiting = self.oldest_allowed, self._overtaken_that_wait(busy)
+        open_groups = [group for group in self.state.groups.values() if group.stage == "open"]
+        late = [group for group in open_groups if group.promised <= last and group.prompt not in waiting]
+        holders: dict[MemberId, None] = {}
+        for group in late:
+            missing = (owner for owner, payload in zip(group.owners, group.payloads, strict=True) if payload is None)
+            holders.update(dict.fromkeys(missing))
+            self._table.drop_group(group, "outdated", redo=True)
+        return len(late), list(holders)
+
+    def _overtaken_that_wait(self, busy: Collection[MemberId]) -> set[PromptIndex]:
+        state, last = self.state, self.oldest_allowed
+        prompts = {prompt for prompt in state.awaiting if state.groups[prompt].promised <= last}
+        for member in busy:
+            held = (self._table.group_of(sample) for sample in state.leases.get(member, ()))
+            prompts |= {group.prompt for group in held if group.promised <= last}
+        return prompts
 
     def held_by(self, member: MemberId) -> int:
         """Samples leased to a member."""
@@ -398,3 +421,5 @@ def _summarise(record: StepRecord, step: StepIndex, groups: Sequence[Group]) -> 
     record.reward_mean = sum(rewards) / max(1, len(rewards))
     record.staleness_mean = sum(ages) / max(1, len(ages))
     record.staleness_max = max(ages, default=0)
+    lengths = [length for group in groups for length in group.lengths]
+    record.length_mean = sum(lengths) / max(1, len(lengths))

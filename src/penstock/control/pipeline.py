@@ -150,9 +150,12 @@ class PipelineControl:
         """Which process waits for what, since when, and which one should act."""
         return self.observer.diagnose(now)
 
-    def slow_reward(self) -> str:
-        """The `doing` of a worker whose reward function runs for long; empty if there is none."""
-        return next((one.doing for one in self.members.having("rollout") if one.blocked_by == REWARD), "")
+    def slow(self, now: float) -> str:
+        """What holds training back now: the `doing` of a worker whose reward function runs for long, or groups that a
+        full batch waits for while the trainer is idle. Empty if there is nothing."""
+        reward = next((one.doing for one in self.members.having("rollout") if one.blocked_by == REWARD), "")
+        awaited = self.state.batch_ready_at is not None and self.observer.awaits_stragglers(now)
+        return reward or (f"waiting for {self.observer.batch_waits_for()}" if awaited else "")
 
     def check(self) -> None:
         """Raises if an invariant of the ledger, the admission or the phase is broken."""
@@ -270,7 +273,7 @@ class PipelineControl:
         released = self.ledger.take_released()
         if released:
             effects.append(ReleasePayloads(released))
-        if not admission.batch_is_ready():
+        if not admission.batch_is_ready() or state.ledger.next_step > state.ledger.version:
             state.batch_ready_at = None
         elif state.batch_ready_at is None:
             state.batch_ready_at = now
@@ -349,6 +352,7 @@ class PipelineControl:
     def _evict(self, member: MemberId, reason: str, *, died: bool = False) -> list[Effect]:
         """Removes a member. If it `died`, the prompts that it generated may be the cause."""
         self.members.remove(member, reason, self.state.ledger.version)
+        self.state.not_awaited.pop(member, None)
         set_aside = self.ledger.release_member(member, died=died)
         self.evaluation.release_member(member)
         return [EvictMember(member, reason), *self._report_deadly(set_aside, member)]
@@ -536,6 +540,8 @@ class PipelineControl:
         failed, wrong = ledger.state.dropped["failed"], self.state.wrong_weights
         evaluated = evaluation.state.moves
         refused = [(one.sample, why) for one in event.rollouts if (why := self._take_rollout(event.member, one))]
+        if len(refused) < len(event.rollouts):
+            self.state.not_awaited.pop(event.member, None)
         # A sample that is refused for its weights was still generated: the environment works. A repeated one moves
         # nothing.
         if ledger.state.moves - moves > ledger.state.dropped["failed"] - failed:
@@ -638,10 +644,7 @@ class PipelineControl:
 
     def _can_give_batch(self, now: float) -> bool:
         """Whether the next batch may be sent now: it is ready, and no straggler is left or the wait has ended."""
-        since = self.state.batch_ready_at
-        if since is None or not self.admission.batch_is_ready():
-            return False
-        return now - since >= self.settings.straggler_wait_s or not self.ledger.overtaken_groups()
+        return self.admission.batch_is_ready() and not self.observer.awaits_stragglers(now)
 
     def _on_ask_batch(self, event: AskBatch, now: float) -> Outcome:
         state, table, steps = self.state, self.ledger.state, self.settings.steps
@@ -661,9 +664,17 @@ class PipelineControl:
             return [NotYet(self.observer.batch_waits_for(), state.phase)], False
         rest = self.admission.drained and self.ledger.ready_groups <= self.settings.groups_per_step
         final = event.step + 1 == steps or (rest and table.next_step == table.version)
+        wait_s = self.settings.straggler_wait_s
+        late, holders = self.ledger.drop_stragglers(self.observer.not_awaited()) if wait_s else (0, [])
+        state.not_awaited |= dict.fromkeys(holders)
         self.ledger.dispatch(final=final, now=now)
         state.batch_ready_at = None  # the next batch waits for its own stragglers
-        return [self._batch(event.step)], True
+        effects: list[Effect] = [self._batch(event.step)]
+        if late:
+            line = f"step {event.step} waited {wait_s:g} s (train.straggler_wait_s) for {late} groups of"
+            line += f" {', '.join(holders)}: they are outdated now and generated again. No step waits for these workers"
+            effects.append(Log("warning", f"{self.settings.name}: {line} until they deliver in time"))
+        return effects, True
 
     def _last_evaluation_is_missing(self) -> bool:
         if self.evaluation.settings is None or self.state.phase == "stopped":
@@ -703,7 +714,8 @@ class PipelineControl:
         if not changed or given is None:
             return [Ok()], False
         trained = len(given.prompts) * ledger.group_size
-        summary = StepSummary(event.step, trained, given.reward_mean, given.staleness_mean, given.staleness_max)
+        figures = given.reward_mean, given.staleness_mean, given.staleness_max, given.length_mean
+        summary = StepSummary(event.step, trained, *figures)
         state.recent = [*state.recent[1 - RECENT_STEPS :], summary]
         state.wedged_at = None
         self.members.forget_rings(ledger.state.version - self.settings.max_staleness - 1)

@@ -36,6 +36,10 @@ class SampleTable:
         index = group.samples.index(sample)
         return (group, index) if group.owners[index] == member else (None, -1)
 
+    def group_of(self, sample: SampleId) -> Group:
+        """The group of a sample that is held."""
+        return self._group_of[sample]
+
     def state_of(self, sample: SampleId) -> State | None:
         """The state of a sample; None once it is dropped, or trained and durable (then only the journal has it)."""
         group = self._group_of.get(sample)

@@ -90,6 +90,7 @@ class StepRecord(msgspec.Struct):
     reward_mean: float = 0.0
     staleness_mean: float = 0.0
     staleness_max: int = 0
+    length_mean: float = 0.0
 
 
 class LedgerState(msgspec.Struct):

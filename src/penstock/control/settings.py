@@ -115,10 +115,10 @@ class StepSection(Section):
     """Prompts per optimiser step."""
     max_staleness: NonNegative = 2
     """Maximum number of versions between the weights that generated a sample and those that train on it."""
-    straggler_wait_s: NonNegativeFloat = 0.0
-    """How long a full batch waits for groups that would otherwise be outdated. 0: no wait. Outdated groups are then
-    generated again, which is fastest but biases training towards short samples. If `dropped_length_mean` is above
-    `completion_length_mean` in the metrics of steps, set a wait or raise `max_staleness`."""
+    straggler_wait_s: NonNegativeFloat = 60.0
+    """How long a full batch waits for groups that it would outdate and that workers still generate. After that they are
+    dropped and generated again. 0: no wait, which drops long samples more often than short ones: training is then
+    biased. Longer than a sample may take beyond `max_staleness` steps; the view shows when it is too short."""
     filters: list[str] = []
     """Group filters, for example `zero_signal`, or a function of yours as `package.module:function`."""
 

@@ -9,7 +9,7 @@ from penstock.control.evaluation_state import EvaluationState
 from penstock.control.membership import MembershipState
 from penstock.control.samples import LedgerState
 from penstock.control.settings import PipelineSettings
-from penstock.records.ids import Version
+from penstock.records.ids import MemberId, Version
 from penstock.records.weights import Manifest
 from penstock.weights.published import PublishedVersions
 from penstock.wire.messages import Phase
@@ -25,6 +25,7 @@ class StepSummary(msgspec.Struct, frozen=True, array_like=True):
     reward_mean: float
     staleness_mean: float
     staleness_max: int
+    length_mean: float = 0.0
 
 
 class PipelineState(msgspec.Struct):
@@ -50,7 +51,9 @@ class PipelineState(msgspec.Struct):
     progressed_at: float = 0.0
     stall_reported_at: float = 0.0
     batch_ready_at: float | None = None
-    """When the next batch became ready; None if it is not."""
+    """When the next batch could be trained: it is ready, and the step before is acknowledged. None if it is not so."""
+    not_awaited: dict[MemberId, None] = msgspec.field(default_factory=dict)
+    """Workers for which a batch waited its whole time, and that have delivered nothing in time since."""
     trainer_lost_at: float | None = None
     trainer_left_well: bool = False
     wedged_at: float | None = None

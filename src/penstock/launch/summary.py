@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from penstock.control.io.metric_lines import Lengths
 from penstock.launch.view import figure as shown
 from penstock.launch.view import shortened
 from penstock.runtime.beneath import open_beneath
@@ -30,7 +31,8 @@ PARTS = ("step_s", "turn_s")
 REWARD_WINDOW = 10
 TYPES: dict[str, type | UnionType] = {
     **dict.fromkeys(("kind", "pipeline"), str),
-    **dict.fromkeys(("step", "version", "staleness_max"), int),
+    **dict.fromkeys(("step", "version", "staleness_max", "samples", "dropped"), int),
+    **dict.fromkeys(("completion_length_mean", "dropped_length_mean"), float | int),
     **dict.fromkeys(("at", "reward", "staleness_mean", "eval/reward", "eval/reward_stderr", *PARTS), float | int),
 }
 """Types of the fields of `metrics.jsonl` that are read by name; each may be missing or null."""
@@ -51,6 +53,7 @@ class Curve:
     """The latest step since the run was started or resumed, and when it was completed."""
     whole_s: float = 0.0
     """Time between consecutive steps, without the time in which the run was interrupted."""
+    lengths: dict[int, Lengths] = field(default_factory=dict)
     parts_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
     """How much of it the parts of the steps took."""
 
@@ -123,6 +126,9 @@ def read_curves(metrics: Path) -> dict[str, Curve]:
             curve.staleness_max[entry["step"]] = entry["staleness_max"]
             if "at" in entry:
                 curve.took(entry["step"], entry)
+            trained, dropped = entry.get("samples") or 0, entry.get("dropped") or 0
+            long, late = (entry.get(f"{which}_length_mean") or 0.0 for which in ("completion", "dropped"))
+            curve.lengths[entry["step"]] = Lengths(trained, trained * long, dropped, dropped * late)
         elif entry.get("kind") == "evaluation" and entry.get("eval/reward") is not None:
             point = (entry["eval/reward"], entry.get("eval/reward_stderr") or 0.0)
             curves[entry["pipeline"]].evaluations[entry["version"]] = point
@@ -209,6 +215,8 @@ def print_summary(
     for name, one in status.get("pipelines", {}).items():
         if shares := curves.get(name, Curve()).shares(one.get("throttled_s", 0.0)):
             console.print(f"{name}: {shares}" if several else shares, highlight=False, markup=False, soft_wrap=True)
+        if bias := sum(curves.get(name, Curve()).lengths.values(), Lengths()).bias():
+            console.print(f"{name}: {bias}" if several else bias, highlight=False, markup=False, soft_wrap=True)
     first = min((curve.first_at for curve in curves.values() if curve.first_at is not None), default=0.0)
     if gpus := ", ".join(f"GPU {gpu} {share:.0%}" for gpu, share in busy(first).items()):
         console.print(f"busy since the first step: {gpus}", highlight=False)

@@ -136,7 +136,7 @@ class RunView:
         }
 
     def stages(self, name: str, status: dict[str, Any]) -> str:
-        """How long a sample, and a step, spends in each stage, and which reward function is slow at the moment."""
+        """How long a sample, and a step, spends in each stage, and what holds training back at the moment."""
         known = status.get("stages", {}).get(name, {})
         named = [(stage, known[f"{stage}_s"]) for stage in STAGES if known.get(f"{stage}_s")]
         shown = [f"{'train' if stage == 'step' else stage} {duration(spent)}" for stage, spent in named]
@@ -180,6 +180,8 @@ class PlainView(RunView):
             self._print(f"{name}: step {one['step']}/{one['steps']} ({one['phase']})  {awaited or figures}")
             if stages := self.stages(name, status):
                 self._print(f"{name}: {stages}")
+            if biased := status.get("biased", {}).get(name):
+                self._print(f"{name}: {biased}")
             if one.get("diagnosis"):
                 self._print(f"{name}: {one['diagnosis']}")
         if self._shares_devices and status.get("pool"):
@@ -248,6 +250,8 @@ class TerminalView(RunView):
         rows: list[RenderableType] = [bar, grid, Text(awaited_by(one) or curve, style="green", no_wrap=True)]
         if stages := self.stages(name, status):
             rows.append(Text(stages, style="dim"))
+        if biased := status.get("biased", {}).get(name):
+            rows.append(Text(escape_controls(biased), style="bold"))
         if one.get("diagnosis"):
             rows.append(Text(escape_controls(one["diagnosis"]), style="bold red"))
         return Panel(Group(*rows), title=Text(f"{shortened(name)} · {one['phase']}"), title_align="left")
@@ -263,6 +267,8 @@ class TerminalView(RunView):
             figures = self.figures(name, one) | {"pipeline": shortened(name), "step": f"{one['step']}/{one['steps']}"}
             cells = [*(figures.get(column, "-") for column in columns), awaited_by(one) or self.curve(name, 12)]
             table.add_row(*(Text(cell) for cell in cells))
+            if biased := status.get("biased", {}).get(name):
+                diagnoses.append(Text(escape_controls(f"{name}: {biased}"), style="bold"))
             if one.get("diagnosis"):
                 diagnoses.append(Text(escape_controls(f"{name}: {one['diagnosis']}"), style="bold red"))
         return [table, *diagnoses]

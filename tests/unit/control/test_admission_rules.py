@@ -9,6 +9,7 @@ import pytest
 
 from penstock.control import effects
 from penstock.control.admission import ThrottleState, watch_throttle
+from penstock.control.settings import EvaluationSection
 from penstock.records.ids import PipelineName
 from penstock.wire import messages
 
@@ -69,7 +70,7 @@ def test_what_there_is_is_divided_among_the_workers(drive):
 
 def test_a_worker_that_hangs_leaves_leases_for_the_others(drive):
     """The first worker to ask took all there was; when it hung, nothing was generated until it was given up."""
-    d = drive(groups_per_step=4, max_staleness=1)
+    d = drive(groups_per_step=4, max_staleness=1, straggler_wait_s=0.0)
     d.join("hangs", "works")
     assert sum(len(lease.samples) for lease in d.ask(1000, "hangs").leases) == 8
     assert d.ask(1000, "hangs") == messages.Leased((), "throttled", "running")
@@ -304,6 +305,127 @@ def test_the_wait_for_stragglers_begins_anew_with_each_batch(drive):
     assert answer == messages.NotYet("1 groups that step 2 would outdate, at most 5 s", "running")
     d.now += 1.0
     assert not d.deliver(straggler, member="slow", version=0).refused
+    assert d.batch(2).groups[0].prompt == straggler[0].prompt
+
+
+def test_by_default_no_group_is_dropped_that_its_worker_still_generates(drive):
+    d = drive(max_staleness=1, groups_per_step=1)
+    d.join("w", "slow")
+    straggler = d.lease(2, member="slow")
+    d.fill(1)
+    d.train(0)
+    d.fill(1)
+    assert d.send(messages.AskBatch(P, "t", 1)).waiting_for == "1 groups that step 1 would outdate, at most 60 s"
+    assert d.control.slow(d.now) == "waiting for 1 groups that step 1 would outdate, at most 60 s"
+    d.tick(50.0)
+    assert "Worker slow holds 2 samples and should deliver them" in d.control.diagnose(d.now)
+    assert "The batch of step 1 is full and waits for 1 groups that step 1 would outdate" in d.control.diagnose(d.now)
+    d.deliver(straggler, member="slow", version=0)
+    assert d.batch(1).groups[0].prompt == straggler[0].prompt
+    assert d.books.counts["dropped"] == 0
+    assert d.control.slow(d.now) == ""
+
+
+def test_a_worker_that_delivers_nothing_in_time_costs_one_wait_and_its_samples(drive):
+    d = drive(max_staleness=1, groups_per_step=1, steps=20)
+    d.join("w", "slow")
+    held = d.lease(2, member="slow")
+    d.fill(1)
+    d.train(0)
+    d.fill(1)
+    assert isinstance(d.send(messages.AskBatch(P, "t", 1)), messages.NotYet)
+    assert effects.Announce("batches") in d.tick(60.0)
+    d.train(1)
+    assert any(
+        line.startswith("p: step 1 waited 60 s (train.straggler_wait_s) for 1 groups of slow") for line in d.lines
+    )
+    assert d.books.dropped["outdated"] == 2
+    again = d.lease(2, member="slow", version=2)
+    for step in range(2, 6):
+        d.fill(1, version=step)
+        d.train(step)  # without a wait, although the worker has a group that step 3 outdates
+    assert d.deliver(held, member="slow", version=0).refused == held[0].samples
+    assert d.deliver(again, member="slow", version=2).refused == again[0].samples
+
+
+def test_a_worker_that_delivers_in_time_again_is_waited_for_again(drive):
+    d = drive(max_staleness=1, groups_per_step=1, steps=20)
+    d.join("w", "slow")
+    d.lease(2, member="slow")
+    d.fill(1)
+    d.train(0)
+    d.fill(1)
+    d.send(messages.AskBatch(P, "t", 1))
+    d.tick(60.0)
+    d.train(1)
+    assert d.control.state.not_awaited.keys() == {"slow"}
+    d.fill(1, member="slow", version=2)
+    assert not d.control.state.not_awaited
+    d.lease(2, member="slow", version=2)
+    d.train(2)
+    d.fill(1, version=3)
+    assert isinstance(d.send(messages.AskBatch(P, "t", 3)), messages.NotYet)
+
+
+@pytest.mark.parametrize("way", ["dies", "is silent", "returns it", "fails"])
+def test_a_group_that_would_begin_again_is_not_waited_for(drive, way):
+    d = drive(max_staleness=1, groups_per_step=1)
+    d.join("w", "slow")
+    [lease] = d.lease(2, member="slow")
+    d.fill(1)
+    d.train(0)
+    d.fill(1)
+    assert isinstance(d.send(messages.AskBatch(P, "t", 1)), messages.NotYet)
+    if way == "dies":
+        d.send(messages.Unregister(P, "slow", died=True))
+    elif way == "is silent":
+        d.send(messages.Heartbeat(P, "slow", 0.0))
+        for _ in range(16):
+            for member in ("w", "t"):
+                d.send(messages.Heartbeat(P, member, 0.0))
+            d.tick(1.0)
+    elif way == "returns it":
+        d.send(messages.Deliver(P, "slow", returned=lease.samples))
+    else:
+        d.fail(lease.samples[0], member="slow")
+    assert d.now < 20
+    assert d.batch(1).groups[0].prompt != lease.prompt
+
+
+def test_an_evaluation_holds_no_batch_back(drive):
+    evaluation = EvaluationSection(every_steps=1, prompts=2)
+    d = drive(max_staleness=1, groups_per_step=1, evaluation=evaluation)
+    d.join("w", "slow")
+    d.lease(2, member="slow")
+    d.publish(0)
+    assert d.ask(2, "slow", 0, steady=True).leases[0].evaluation is not None
+    assert d.control.evaluation.evaluators == {"slow"}
+    d.fill(1, version=0)
+    d.train(0)
+    d.publish(1)
+    d.fill(1, version=1)
+    assert isinstance(d.send(messages.AskBatch(P, "t", 1)), messages.BatchReady)
+
+
+def test_a_trainer_that_is_busy_waits_for_nothing(drive):
+    """A batch is requested while the step before is trained: the wait costs nothing until that ends."""
+    d = drive(max_staleness=2, groups_per_step=1)
+    d.join("w", "slow")
+    d.publish(0)
+    straggler = d.lease(2, member="slow")
+    d.fill(1)
+    d.train(0)
+    d.fill(1, version=0)
+    d.batch(1)
+    d.publish(1)
+    d.fill(1, version=1)
+    for _ in range(100):
+        for member in ("w", "slow", "t"):
+            d.send(messages.Heartbeat(P, member, 0.0))
+        d.tick(2.0)
+        assert isinstance(d.send(messages.AskBatch(P, "t", 2)), messages.NotYet)
+    d.ack(1)
+    assert d.deliver(straggler, member="slow", version=0).refused == ()
     assert d.batch(2).groups[0].prompt == straggler[0].prompt
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from penstock.control.io.metric_lines import MetricLines
+from penstock.control.io.metric_lines import Lengths, MetricLines
 from penstock.errors import InvalidTransition
 from penstock.wire import messages
 
@@ -47,7 +47,7 @@ class Written(list[Mapping[str, Any]]):
 
 def test_a_step_shows_the_lengths_of_what_came_too_late_beside_what_it_trained(drive):
     """Long samples are outdated more often than short ones, and nothing showed how much longer they were."""
-    d = drive(max_staleness=1, groups_per_step=1)
+    d = drive(max_staleness=1, groups_per_step=1, straggler_wait_s=0.0)
     d.join("w", "slow")
     d.publish(0)
     late = d.lease(2, member="slow")
@@ -67,3 +67,15 @@ def test_a_step_shows_the_lengths_of_what_came_too_late_beside_what_it_trained(d
     for step in (1, 2):
         lines.write_step(messages.AckStep("p", "t", step), d.control)  # type: ignore[arg-type]
     assert [(line["dropped"], line.get("dropped_length_mean")) for line in written] == [(2, 40.0), (0, None)]
+    assert [line["generated_length_mean"] for line in written] == [22.5, 5.0]  # two samples of 5 trained in each step
+    assert lines.biased() == {
+        "p": "trained samples are 70.0% shorter than generated ones, of which 33% were dropped as outdated: raise "
+        "train.straggler_wait_s or train.max_staleness (last 32 steps)"
+    }
+
+
+@pytest.mark.parametrize(("length", "shown"), [(101, False), (130, True), (70, True)])
+def test_a_difference_of_lengths_is_shown_from_two_percent_on(length: int, shown: bool) -> None:
+    assert bool(Lengths(90, 90 * 100.0, 10, 10.0 * length).bias()) == shown
+    assert not Lengths(90, 90 * 100.0).bias()
+    assert not Lengths().bias()

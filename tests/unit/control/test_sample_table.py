@@ -118,7 +118,7 @@ def test_a_small_ask_gets_part_of_a_group_and_the_next_worker_the_rest(drive):
 
 
 def test_an_outdated_group_is_dropped_whole_and_its_prompt_issued_again_first(drive):
-    d = drive(max_staleness=1, group_size=2, groups_per_step=1)
+    d = drive(max_staleness=1, group_size=2, groups_per_step=1, straggler_wait_s=0.0)
     d.join("w")
     slow = d.lease(2)
     d.fill(1, version=0)
@@ -135,7 +135,7 @@ def test_an_outdated_group_is_dropped_whole_and_its_prompt_issued_again_first(dr
 
 def test_groups_that_can_no_longer_be_trained_leave_the_count_at_once(drive):
     """Both complete groups and begun ones, without waiting for anybody to look at them."""
-    d = drive(max_staleness=1, group_size=2, groups_per_step=2, steps=9)
+    d = drive(max_staleness=1, group_size=2, groups_per_step=2, steps=9, straggler_wait_s=0.0)
     d.join("w")
     d.fill(3, version=0)
     (begun,) = d.lease(2, version=0)

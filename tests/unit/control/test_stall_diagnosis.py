@@ -303,6 +303,6 @@ def test_a_worker_that_calls_often_is_not_said_to_load_any_more(drive):
         d.send(messages.Heartbeat(P, "w", 0.0, "generating"))
         assert d.control.status(d.now)["workers_loading"] == 0
     d.send(messages.Heartbeat(P, "w", 0.0, f"{messages.REWARD} judge running for 12 s, 1 call"))
-    assert "judge" in d.control.slow_reward()
+    assert "judge" in d.control.slow(d.now)
     d.send(messages.Heartbeat(P, "w", 0.0, "generating"))
-    assert d.control.slow_reward() == ""
+    assert d.control.slow(d.now) == ""

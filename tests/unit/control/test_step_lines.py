@@ -48,7 +48,7 @@ def test_a_step_that_is_trained_again_has_a_second_line(drive):
 
 
 def test_the_first_line_after_a_restart_does_not_count_what_was_dropped_long_before(drive):
-    d = drive(max_staleness=1, groups_per_step=1, steps=50)
+    d = drive(max_staleness=1, groups_per_step=1, steps=50, straggler_wait_s=0.0)
     d.join("w", "slow")
     d.publish(0)
     before, after = Written(), Written()

@@ -232,7 +232,7 @@ def test_a_resumed_run_issues_again_all_that_was_not_trained(drive):
 
 
 def test_a_sample_that_only_the_step_in_training_could_have_used_is_refused(drive):
-    d = drive(max_staleness=1, groups_per_step=1)
+    d = drive(max_staleness=1, groups_per_step=1, straggler_wait_s=0.0)
     d.join("w", "slow")
     late = d.lease(2, member="slow")
     d.fill(1)

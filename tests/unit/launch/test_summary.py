@@ -112,6 +112,19 @@ def test_the_summary_says_who_waited_for_whom_and_how_busy_the_gpus_were(tmp_pat
     assert "busy since the first step: GPU 0 85%" in text
 
 
+def test_the_summary_says_when_short_samples_were_trained_more(tmp_path: Path):
+    run = RunDir.create(tmp_path, "demo", "", "0")
+    one = {"step": 10, "steps": 10, "samples_trained": 80}
+    for dropped_length, shown in ((60.0, True), (51.0, False)):
+        figures = {"samples": 8, "completion_length_mean": 50.0, "dropped": 4, "dropped_length_mean": dropped_length}
+        run.metrics_path.write_text("\n".join(json.dumps(json.loads(step(i, 0.5)) | figures) for i in range(10)))
+        out = StringIO()
+        status = {"pipelines": {"letters": one}}
+        print_summary(Console(file=out, width=200), run, status, wall_s=12.0, ended="complete")
+        text = "trained samples are 6.2% shorter than generated ones, of which 33% were dropped as outdated"
+        assert (text in out.getvalue()) == shown
+
+
 def test_time_without_the_run_is_not_waited(tmp_path: Path):
     """Neither the pause before a resume with the start after it, nor steps that are trained again."""
     metrics = tmp_path / "metrics.jsonl"

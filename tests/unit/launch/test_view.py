@@ -108,6 +108,15 @@ def test_the_time_of_each_stage_is_shown():
         assert expected in out.getvalue()
 
 
+def test_trained_lengths_that_differ_from_the_generated_ones_are_shown():
+    for view in (PlainView, lambda console: TerminalView(console, "run")):
+        out = StringIO()
+        shown = view(Console(file=out, width=160))
+        shown.update(STATUS | {"biased": {"letters": "trained samples are 5.0% shorter"}})
+        shown.close()
+        assert "trained samples are 5.0% shorter" in out.getvalue()
+
+
 def test_a_stall_is_shown():
     out = StringIO()
     stalled = PIPELINE | {"diagnosis": "trainer has waited 61 s for a batch"}

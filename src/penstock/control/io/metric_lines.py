@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import orjson
@@ -17,6 +19,10 @@ from penstock.runtime.metrics import JsonLines
 from penstock.wire.messages import AckStep, Deliver
 
 EVERY_S = 2.0
+BIASED = 0.02
+"""A difference between the mean lengths of trained and of generated samples that is shown."""
+BIAS_STEPS = 32
+"""Steps over which it is measured."""
 STAGES = {
     "lease_s": "lease_s",
     "prepare_s": "prepare_s",
@@ -43,6 +49,7 @@ class MetricLines:
         self._refused: dict[PipelineName, list[int]] = {}
         """Lengths of samples that were refused since the last line."""
         self._stage_sums: dict[PipelineName, _StageSums] = {}
+        self._lengths: dict[PipelineName, deque[Lengths]] = {}
         self.stages: dict[PipelineName, dict[str, float]] = {}
         """Seconds of each stage in the newest line of a step."""
 
@@ -82,8 +89,16 @@ class MetricLines:
         self.stages[name] = stages | {metric: metrics[metric] for metric in TRAINER_STAGES if metric in metrics}
         return stages
 
+    def biased(self) -> dict[PipelineName, str]:
+        """Pipelines whose trained samples differ in length from the generated ones, and by how much."""
+        found = {name: sum(recent, Lengths()).bias() for name, recent in self._lengths.items()}
+        return {name: f"{bias} (last {BIAS_STEPS} steps)" for name, bias in found.items() if bias}
+
     def _write_summary(self, machine: PipelineControl, summary: StepSummary, metrics: Mapping[str, float]) -> None:
         name = machine.settings.name
+        dropped, dropped_length = self._dropped_since(machine)
+        lengths = Lengths(summary.samples, summary.samples * summary.length_mean, dropped, dropped_length)
+        self._lengths.setdefault(name, deque(maxlen=BIAS_STEPS)).append(lengths)
         self._lines.write(
             {
                 "kind": "step",
@@ -94,23 +109,22 @@ class MetricLines:
                 "samples": summary.samples,
                 "staleness_mean": summary.staleness_mean,
                 "staleness_max": summary.staleness_max,
-                **self._dropped_since(machine),
+                "dropped": dropped,
+                **({"dropped_length_mean": dropped_length / dropped} if dropped > 0 else {}),
+                "generated_length_mean": lengths.generated,
                 **self._stages_since(name, metrics),
                 **metrics,
             }
         )
 
-    def _dropped_since(self, machine: PipelineControl) -> dict[str, float]:
-        """Counts finished samples since the previous line that were too old to be trained: they arrived too late, or
-        waited too long for the rest of their group. If they are longer than the trained samples, dropping outdated
-        groups biases training towards short samples."""
+    def _dropped_since(self, machine: PipelineControl) -> tuple[int, int]:
+        """Number and total length of the finished samples since the previous line that were too old to be trained: they
+        arrived too late, or waited too long for the rest of their group."""
         name, table = machine.settings.name, machine.state.ledger
         count, length = self._dropped.get(name, (0, 0))
         self._dropped[name] = (table.dropped_finished, table.dropped_length)
         late = self._refused.pop(name, [])
-        dropped = table.dropped_finished - count + len(late)
-        lengths = table.dropped_length - length + sum(late)
-        return {"dropped": dropped, **({"dropped_length_mean": lengths / dropped} if dropped > 0 else {})}
+        return table.dropped_finished - count + len(late), table.dropped_length - length + sum(late)
 
     def write_evaluation(self, name: PipelineName, result: EvaluationResult) -> None:
         line = {"kind": "evaluation", "at": self._clock.now(), "pipeline": name, "due": result.due}
@@ -126,6 +140,43 @@ class MetricLines:
             "eval/length": result.length_mean,
         }
         self._lines.write(line | figures)
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """Numbers and total lengths of trained samples, and of finished ones that were too old to be trained."""
+
+    trained: int = 0
+    trained_length: float = 0.0
+    dropped: int = 0
+    dropped_length: float = 0.0
+
+    def __add__(self, other: Lengths) -> Lengths:
+        return Lengths(
+            self.trained + other.trained,
+            self.trained_length + other.trained_length,
+            self.dropped + other.dropped,
+            self.dropped_length + other.dropped_length,
+        )
+
+    @property
+    def generated(self) -> float:
+        """The mean length of all of them."""
+        return (self.trained_length + self.dropped_length) / max(1, self.trained + self.dropped)
+
+    def bias(self) -> str:
+        """How trained samples differ in length from generated ones; empty if by no more than `BIASED`."""
+        if not self.trained or not self.generated:
+            return ""
+        difference = self.trained_length / self.trained / self.generated - 1
+        if abs(difference) <= BIASED:
+            return ""
+        share = self.dropped / (self.trained + self.dropped)
+        than = "shorter" if difference < 0 else "longer"
+        return (
+            f"trained samples are {abs(difference):.1%} {than} than generated ones, of which {share:.0%} were dropped "
+            "as outdated: raise train.straggler_wait_s or train.max_staleness"
+        )
 
 
 class _StageSums:

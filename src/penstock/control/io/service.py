@@ -334,7 +334,8 @@ class ControlService:
             "evicted": self.evicted | controller.fenced,
             "lag": self._lag() if self._lag is not None else {},
             "stages": self._lines.stages if self._lines is not None else {},
-            "slow": {name: slow for name, machine in controller.pipelines.items() if (slow := machine.slow_reward())},
+            "slow": {name: slow for name, machine in controller.pipelines.items() if (slow := machine.slow(now))},
+            "biased": self._lines.biased() if self._lines is not None else {},
         }
         if controller.pool is not None:
             status["pool"] = msgspec.to_builtins(controller.pool.status(now))
