@@ -85,7 +85,7 @@ def _check_model(pipeline: PipelineSection) -> None:
         return
     transformers = importlib.import_module("transformers")
     try:
-        config = transformers.AutoConfig.from_pretrained(directory, local_files_only=True)
+        config = transformers.AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"cannot read the configuration of the model in {str(directory)!r}: {error}") from error
     importlib.import_module("penstock.train.support").check_trained(config)

@@ -10,17 +10,20 @@ has another name until then, and counts if the new one does not follow. A damage
 previous one is used.
 
 The ranks of a trainer write it together, each its own part, and any number of ranks can resume from it. DCP's
-`.metadata` is pickled. It is read only after the digests of all files were verified, and is never sent over a network.
+`.metadata` is pickled. It is read only after the digests of all files were verified, by an unpickler that admits DCP's
+own classes, and is never sent over a network.
 """
 
 from __future__ import annotations
 
 import logging
+import pickle
 import shutil
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import safetensors
@@ -31,7 +34,7 @@ from torch import Tensor
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
 from penstock.errors import ConfigError, RunFailed
@@ -225,9 +228,62 @@ def load(checkpoint: Checkpoint, learner: Learner) -> None:
     learner.load_state(state)
 
 
+class _Unpickler(pickle.Unpickler):
+    """Admits the classes of which DCP's metadata consists, and no other name: a pickle can call whatever it names."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if dtype or name in _CLASSES.get(module, ()):
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"its metadata names {module}.{name}, which no checkpoint contains")
+
+
+_DCP = "torch.distributed.checkpoint"
+_CLASSES = {
+    f"{_DCP}.metadata": (
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+    ),
+    f"{_DCP}.filesystem": ("_StorageInfo",),
+    "torch": ("Size",),
+    "torch.serialization": ("_get_layout",),
+    "pathlib": ("PosixPath",),
+    "pathlib._local": ("PosixPath",),
+}
+
+
+class _Reader(FileSystemReader):
+    """Reads DCP's files of one directory, without the classes and the paths that its metadata may not contain."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        with (Path(self.path) / ".metadata").open("rb") as file:
+            try:
+                metadata = _Unpickler(file).load()
+                outside = [
+                    stored.relative_path
+                    for stored in metadata.storage_data.values()
+                    if Path(stored.relative_path).name != stored.relative_path
+                ]
+            except OSError:
+                raise
+            except Exception as error:  # whatever a damaged pickle raises
+                raise ConfigError(f"checkpoint {self.path} is damaged: {error}") from error
+        if outside:
+            raise ConfigError(f"checkpoint {self.path} is damaged: its metadata names the file {outside[0]!r}")
+        metadata.storage_meta = getattr(metadata, "storage_meta", None) or StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+
 def _read_state(directory: Path, learner: Learner) -> dict[str, Tensor]:
     """The saved state of the learner: of each tensor, the rows that this rank holds of its parameter."""
-    reader = FileSystemReader(directory)
+    reader = _Reader(directory)
     parameters = dict(learner.policy.module.named_parameters())
     state: dict[str, Tensor] = {}
     for entry, saved in reader.read_metadata().state_dict_metadata.items():

@@ -2,9 +2,12 @@ from __future__ import annotations
 
 import logging
 import os
+import pickle
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -483,3 +486,55 @@ def test_what_scoring_needs():
     assert with_reference(OptimizerSection(minibatches=2)).scored_by == ("policy", "reference")
     several = learner(CONTROL, PpoLossSection(), OptimizerSection(epochs=2))
     assert several.scored_by == (), "a control policy compares with the samples alone"
+
+
+class Calls:
+    """Pickled, it calls `print` when it is read."""
+
+    def __reduce__(self) -> Any:
+        return print, ("called",)
+
+
+def with_metadata(saved: checkpoint.Checkpoint, change: Callable[[Any], None]) -> checkpoint.Checkpoint:
+    """The checkpoint with other metadata and their digest: only what the digests do not show is wrong."""
+    path = saved.directory / ".metadata"
+    with path.open("rb") as file:
+        metadata = pickle.Unpickler(file).load()  # noqa: S301
+    change(metadata)
+    path.write_bytes(pickle.dumps(metadata))
+    files = saved.record.files | {".metadata": checkpoint._describe(path)}
+    record = msgspec.structs.replace(saved.record, files=files)
+    (saved.directory / checkpoint.RECORD_FILE).write_bytes(msgspec.json.encode(record))
+    return checkpoint.verify(saved.directory)
+
+
+def test_metadata_of_a_checkpoint_calls_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def call(metadata: Any) -> None:
+        metadata.storage_meta.checkpoint_id = Calls()
+
+    saved = with_metadata(checkpoint.save(tmp_path, small()), call)
+    with pytest.raises(ConfigError, match=r"names builtins\.print, which no checkpoint contains"):
+        checkpoint.load(saved, small())
+    assert capsys.readouterr().out == ""
+    with (saved.directory / ".metadata").open("rb") as file:
+        pickle.Unpickler(file).load()  # noqa: S301
+    assert capsys.readouterr().out == "called\n"  # the witness: another unpickler calls it
+
+
+@pytest.mark.parametrize("name", ["../outside", "/outside", "inner/../../outside"])
+def test_metadata_of_a_checkpoint_name_no_file_elsewhere(name: str, tmp_path: Path) -> None:
+    def lead(metadata: Any) -> None:
+        next(iter(metadata.storage_data.values())).relative_path = name
+
+    saved = with_metadata(checkpoint.save(tmp_path, small()), lead)
+    with pytest.raises(ConfigError, match="names the file"):
+        checkpoint.load(saved, small())
+
+
+def test_metadata_that_are_no_metadata(tmp_path: Path) -> None:
+    saved = with_metadata(checkpoint.save(tmp_path, small()), lambda metadata: None)
+    checkpoint.load(saved, small())
+    for damaged in (b"", b"\x80\x04K\x05.", b"\x80\x04]\x94e."):
+        (saved.directory / ".metadata").write_bytes(damaged)
+        with pytest.raises(ConfigError, match="is damaged"):
+            checkpoint.load(saved, small())
