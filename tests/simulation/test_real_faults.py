@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 
+from penstock.control.controller import Controller
 from penstock.errors import InvalidTransition
 from penstock.launch.simulated import simulate
+from penstock.records.ids import PipelineName
 from penstock.sim.parts import SimWorkload, Work
 from penstock.sim.plan import EVALUATION, Plan, Report
 from penstock.sim.storms import Fault
@@ -166,6 +168,22 @@ def test_a_journal_that_was_torn_ends_the_run_with_its_sentence() -> None:
     report = simulate(Plan(seed=3, faults=(Fault(8.0, "torn_journal", for_s=2.0),)))
     assert "is damaged" in report.ended
     assert "restore the file from a copy" in report.ended
+
+
+@pytest.mark.parametrize("what", ["kill", "power_off"])
+def test_a_controller_that_starts_from_snapshots_loses_no_prompt(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The journal is replayed from its first event at the end, and every decision compared."""
+    restore, restored = Controller.restore, list[PipelineName]()
+
+    def counted(self: Controller, name: PipelineName, state: bytes) -> None:
+        restored.append(name)
+        restore(self, name, state)
+
+    monkeypatch.setattr(Controller, "restore", counted)
+    faults = every(9.0, what, CONTROLLER, for_s=2.0)
+    status = epoch(*faults, settings={"journal.snapshot_every_events": 25} | EVALUATED, groups_per_step=2)
+    assert status["prompts_set_aside"] == 0
+    assert len(restored) > 2
 
 
 def test_a_run_whose_disk_was_full_is_resumed_and_misses_nothing() -> None:

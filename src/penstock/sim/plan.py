@@ -165,6 +165,8 @@ def mixed(seed: int, *, disks: bool = True) -> Plan:
     settings["pipeline.epochs"] = 1 if by_prompts else None
     settings["pipeline.train.straggler_wait_s"] = random.choice((0.0, 5.0, 60.0))
     settings["pipeline.checkpoint.every_steps"] = random.choice((1, 3, 5, 10))
+    # A separate generator: what else is drawn stays as it is.
+    settings["journal.snapshot_every_events"] = Random(f"{seed} snapshots").choice((30, 200, 20_000))
     plan = Plan(
         seed=seed,
         steps=random.choice((20, 30)),
