@@ -145,23 +145,34 @@ async def test_an_agent_that_cancels_its_own_task_costs_its_episodes_alone() -> 
     assert len(controller.rollouts) == 6
 
 
-async def test_the_time_of_an_agent_counts_from_its_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    """More samples than threads: the last ones wait for longer than an agent may take."""
-    monkeypatch.setattr(agent_workload, "LATE_S", 0.0)
-    running = threading.Semaphore(2)
+async def test_the_time_of_an_agent_counts_from_its_start() -> None:
+    """More samples than threads: the last ones may wait for longer than an agent may take."""
+    running, ended, deadlines = threading.Semaphore(2), 0, 0
+
+    class Counting(Player):
+        @property
+        def timeout_s(self) -> float:  # read when a deadline is set
+            nonlocal deadlines
+            deadlines += 1
+            assert deadlines <= ended + 2, "the deadline of an agent that has not started"
+            return 30.0
+
+        @timeout_s.setter
+        def timeout_s(self, value: float) -> None: ...
 
     def play(base_url: str, api_key: str, position: int) -> float:
         assert running.acquire(blocking=False), "more agents than threads"
         try:
             ask(base_url, api_key)
-            threading.Event().wait(0.3)
         finally:
+            nonlocal ended
+            ended += 1
             running.release()
         return 1.0
 
-    controller = await generate(Player(play, timeout_s=1.0), Engine(), ScriptedController(8), threads=2)
+    controller = await generate(Counting(play), Engine(), ScriptedController(8), threads=2)
     assert not controller.failures
-    assert len(controller.rollouts) == 16
+    assert (len(controller.rollouts), deadlines) == (16, 16)
 
 
 hold = threading.Event()

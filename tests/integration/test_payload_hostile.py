@@ -226,6 +226,7 @@ def test_a_fresh_connection_is_served_while_the_first_is_still_sending(world: Wo
     with connected(server, hello("secret") + read(ref)):
         eventually(lambda: world.ring.statistics().reading == 1)
         assert isinstance(world.read(server, ref), Received)
+        eventually(lambda: world.ring.statistics().ready == 1)  # the second one's release
         with connected(server, hello("secret") + consume([ref])) as other:
             assert receive(other, STATUS.size) == STATUS.pack(Code.OK, 0)
         assert world.ring.statistics().free == 32

@@ -47,7 +47,8 @@ class ServerStatistics(NamedTuple):
     """Payloads freed by consume requests."""
     refused: int
     orphans: int
-    """Bodies whose slot another reader took over before they were sent."""
+    """Bodies whose slot another reader took over, or whose client freed it, before the server noted that they were
+    sent."""
 
 
 class Service:

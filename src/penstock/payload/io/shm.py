@@ -68,7 +68,7 @@ class RingStatistics(NamedTuple):
     """Writes that found the ring full and had to wait."""
     waited_s: float
     orphans: int
-    """Finalisations by superseded attempts: refused, and counted in the readers' records."""
+    """Finalisations by superseded attempts, or of freed payloads: refused, and counted in the readers' records."""
 
 
 class Ring:
