@@ -354,6 +354,11 @@ def test_a_row_in_another_encoding_is_named(tmp_path: Path) -> None:
         ("", ConfigError, "has no rows"),
         ("nonsense\n", ConfigError, "row 1: expected a line with one JSON object"),
         (
+            '{"prompt": [{"role": "user", "content": [{"type": "image"}]}]}\n',
+            ConfigError,
+            r"found list .*Expected `str`, got `array` - at `\$\[0\].content`",
+        ),
+        (
             '{"question": "a"}\n',
             ConfigError,
             "'prompt' must be a text .* found NoneType; the row's columns are question",

@@ -33,11 +33,11 @@ def chat(sampling: Sampling = OWN, **more: Any) -> ChatRequest:
 def test_what_frameworks_send_explicitly_changes_nothing() -> None:
     plain = chat()
     names = {*REFUSED, *ChatRequest.__struct_fields__} - {"messages"}
-    assert chat(**dict.fromkeys(names)) == plain, "null is nothing"
-    for name, (accepted, _) in REFUSED.items():
-        for value in accepted:
-            assert chat(**{name: value}) == plain
-    assert chat(**dict.fromkeys(WITHOUT_EFFECT, "x")) == plain
+    nothing: dict[str, Any] = dict.fromkeys(names)
+    assert chat(**nothing) == plain, "null is nothing"
+    for more in ({name: value} for name, (accepted, _) in REFUSED.items() for value in accepted):
+        assert chat(OWN, **more) == plain
+    assert chat(OWN, **dict.fromkeys(WITHOUT_EFFECT, "x")) == plain
     assert chat(tools=[], tool_choice="auto", stream_options={}, stop=[], stream=False) == plain
     assert chat(temperature=1, top_p=1.0, top_k=-1, min_p=0).messages == plain.messages
     assert chat(stream_options={"include_usage": True, "include_obfuscation": False}).stream_options.include_usage

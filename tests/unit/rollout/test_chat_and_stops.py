@@ -21,9 +21,9 @@ from penstock.errors import ConfigError
 from penstock.records.ids import PromptIndex, SampleId, Version
 from penstock.records.prompt import PromptLease
 from penstock.rollout.hooks import Finished
-from penstock.rollout.io.language_workload import LanguageWorkload, PreparedPrompt
+from penstock.rollout.io.language_workload import LanguageWorkload, PreparedPrompt, chat_of
 from penstock.rollout.settings import RolloutSection
-from unit.envs.test_envs_chat import FAMILIES, tokenizer_of
+from unit.envs.test_envs_chat import DROPPING, FAMILIES, tokenizer_of
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
 
@@ -108,6 +108,30 @@ def test_the_engine_reads_every_turn_as_the_template_writes_it() -> None:
     trained = outcome.arrays["token_ids"][outcome.arrays["loss_mask"] != 0]
     assert tokenizer.inner.decode(trained.tolist()) == f"{CALL}<|im_end|>3<|im_end|>"
     assert prepared.token_ids == engine.read[0]
+
+
+def test_what_the_template_leaves_out_of_a_prompt_is_an_error_before_anything_is_trained() -> None:
+    class Instructed(Asked):
+        def prompt(self, position: int) -> Prompt:
+            return Prompt(messages=(Message("system", "Be brief."), *super().prompt(position).messages))
+
+    tokenizer = PretrainedTokenizer(tokenizer_of(DROPPING, [], "", "|"))
+    LanguageWorkload(Asked(messages=True), Script(), tokenizer).preflight()
+    with pytest.raises(ConfigError, match=r"leaves out the content of message 0 \(role 'system'\)"):
+        LanguageWorkload(Instructed(messages=True), Script(), tokenizer).preflight()
+
+
+def test_every_tool_call_of_a_conversation_has_its_own_id() -> None:
+    environment = WithTools(Asked(messages=True), [add])
+    prompt = environment.prompt(0)
+    first, second = (environment.reply(prompt, [CALL] * turns) for turns in (1, 2))
+    replies: Any = [first, second]
+    assert [one.tool_call_id for reply in replies for one in reply] == ["call00000", "call00001"]
+    inner = chatml().inner
+    chat = chat_of(PretrainedTokenizer(inner), environment)
+    assert chat is not None
+    messages = chat.conversation(prompt.shown(), [CALL, CALL], [])  # type: ignore[arg-type]
+    assert [message["tool_calls"][0]["id"] for message in messages[1:]] == ["call00000", "call00001"]
 
 
 def test_a_completion_ends_at_the_tokens_of_tokenizer_template_model_and_user(tmp_path: Path) -> None:

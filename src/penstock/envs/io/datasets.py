@@ -139,15 +139,16 @@ def _prompt_of(columns: dict[str, Any], system: str, where: str) -> Prompt:
     if isinstance(shown, str) and shown:
         messages = (*begins, Message("user", shown)) if begins else ()
         return Prompt(text="" if messages else shown, messages=messages, columns=columns)
+    reason = ""
     try:
         messages = msgspec.convert(shown, tuple[Message, ...])
-    except msgspec.ValidationError:
-        messages = ()
+    except msgspec.ValidationError as error:
+        messages, reason = (), f" ({error})" if isinstance(shown, list) else ""
     if not messages:
         raise RunFailed(
             f"{where}: the column 'prompt' must be a text or a list of messages with 'role' and 'content', found "
-            f"{type(shown).__name__}; the row's columns are {', '.join(columns) or 'none'}. If the prompt is in "
-            "another column, name it: columns = { prompt = '...' }"
+            f"{type(shown).__name__}{reason}; the row's columns are {', '.join(columns) or 'none'}. If the prompt is "
+            "in another column, name it: columns = { prompt = '...' }"
         )
     return Prompt(messages=(*begins, *messages), columns=columns)
 
