@@ -179,6 +179,17 @@ async def test_an_answer_with_its_stop_string_is_continued_too() -> None:
         assert api.recorded.calls[1].context[: len(context(api.recorded, 0))] == context(api.recorded, 0)
 
 
+async def test_a_message_may_come_back_with_fields_that_are_null() -> None:
+    async with served() as api:
+        for said in (f"Yes.{END}", f"{ADD}{END}"):
+            answer = (await api.ask(said, tools=TOOLS)).choices[0].message.model_dump()
+            assert None in answer.values()
+            rest = {"content": answer["content"] or None}
+            await api.ask(f"Done.{END}", user("Go."), answer | rest, user("on"), tools=TOOLS)
+            first, second = api.recorded.calls[-2:]
+            assert second.context[: len(first.context) + len(first.drawn.token_ids)] == context(api.recorded, -2)
+
+
 async def test_a_stop_string_is_never_sent_in_part() -> None:
     async with served() as api:
         said = "It may rain. Observation: it rains."
@@ -355,5 +366,5 @@ async def test_a_model_without_a_template_has_no_tools() -> None:
         api.endpoint._chat, api.endpoint._tokenizer = None, tokenizer
         with pytest.raises(BadRequestError, match="has no chat template"):
             await api.ask("yes", tools=TOOLS)
-        await api.ask("<think>yes", user("Go."), {"role": "assistant", "content": "on"})
+        await api.ask("<think>yes", user("Go."), {"role": "assistant", "content": "on", "tool_calls": None})
         assert api.recorded.calls[0].text.startswith("Go.on")

@@ -290,7 +290,8 @@ def _message(message: dict[str, Any], place: str) -> ChatMessage:
     if found.content is None and role in ("system", "user"):
         raise Refused(400, f"{place} has no content", param=f"{place}.content")
     content = _text(found.content, f"{place}.content") if isinstance(found.content, list) else found.content
-    changed: ChatMessage = {**message, "role": role, "content": content or ""}
+    named = {name: value for name, value in message.items() if value is not None}
+    changed: ChatMessage = {**named, "role": role, "content": content or ""}
     if found.tool_calls:
         if role != "assistant":
             raise Refused(400, f"{place} has tool calls, but the role {role!r}", param=f"{place}.tool_calls")

@@ -326,7 +326,7 @@ class Endpoint:
 
     def _contents(self, asked: ChatRequest) -> str:
         """The messages for a model without a chat template: their contents, in order."""
-        for field, used in (("tools", asked.tools), ("messages", [m for m in asked.messages if "tool_calls" in m])):
+        for field, used in (("tools", asked.tools), ("messages", [m for m in asked.messages if m.get("tool_calls")])):
             if used:
                 reason = "the model's tokenizer has no chat template, so that it cannot be shown tools or tool calls"
                 raise Refused(400, reason, param=field)
