@@ -6,7 +6,8 @@ The policy receives `<tool_result>3</tool_result>` and takes another turn. For a
 the policy learns from mistakes, and the run does not fail. With `forget_mistakes` a mistake does not stay in the
 context: the reason replaces the mistaken completion, and the policy tries again from there.
 
-With prompts of messages, the model's chat template defines the format of tools, calls and results.
+With prompts of messages, the model's chat template defines the format of tools, calls and results. It is shown each
+tool's name, docstring and typed parameters, with descriptions from an `Args:` block if the docstring has one.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
+from pydantic import PydanticSchemaGenerationError, PydanticUserError, TypeAdapter
 
 from penstock.envs.chat_parser import CallIds, assistant_message
 from penstock.envs.protocol import DividedEnvironment, GoBack, Message, Prompt, TextEnvironment, prompts_per_pass
@@ -142,3 +144,27 @@ class WithTools:
 
     def __repr__(self) -> str:
         return f"WithTools({self.environment!r}, {', '.join(self.tools)})"
+
+
+def tool_schema(tool: Callable[..., Any]) -> dict[str, Any]:
+    """What a chat template shows of a tool. The parameters are described if its docstring has an `Args:` block."""
+    from transformers.utils import chat_template_utils as templates
+
+    try:
+        return templates.get_json_schema(tool)
+    except (templates.DocstringParsingException, templates.TypeHintParsingException):
+        pass  # it insists on a description and a type for each parameter
+    try:
+        adapter: TypeAdapter[Any] = TypeAdapter(tool)  # pyright: ignore[reportArgumentType] - it takes functions too
+        parameters = adapter.json_schema()
+    except (PydanticSchemaGenerationError, PydanticUserError) as error:
+        raise ConfigError(f"tool {tool.__name__!r}: a chat template cannot show its parameters: {error}") from error
+    properties = parameters.get("properties", {})
+    shown = {"type": "object", "properties": {name: _without_title(one) for name, one in properties.items()}}
+    shown |= {"required": parameters["required"]} if "required" in parameters else {}
+    description = inspect.getdoc(tool) or ""
+    return {"type": "function", "function": {"name": tool.__name__, "description": description, "parameters": shown}}
+
+
+def _without_title(schema: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in schema.items() if name != "title"}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -132,6 +132,41 @@ def test_every_tool_call_of_a_conversation_has_its_own_id() -> None:
     assert chat is not None
     messages = chat.conversation(prompt.shown(), [CALL, CALL], [])  # type: ignore[arg-type]
     assert [message["tool_calls"][0]["id"] for message in messages[1:]] == ["call00000", "call00001"]
+
+
+def plain(a: int, unit: str = "m", more: list[int] | None = None) -> int:
+    """The length of a thing."""
+    return a
+
+
+def untyped(word, times=2):  # type: ignore[no-untyped-def]
+    return word * times
+
+
+def described(a: int) -> int:
+    """Twice a number.
+
+    Args:
+        a: The number.
+    """
+    return 2 * a
+
+
+def test_a_template_shows_tools_with_any_docstring() -> None:
+    tools: list[Callable[..., Any]] = [plain, untyped, described]
+    workload = LanguageWorkload(WithTools(Asked(messages=True), tools), Script(), chatml(), RolloutSection(max_turns=2))
+    workload.preflight()
+    assert workload.chat is not None
+    first, second, third = workload.chat.tools
+    assert first["function"]["description"] == "The length of a thing."
+    assert first["function"]["parameters"]["properties"] == {
+        "a": {"type": "integer"},
+        "unit": {"type": "string", "default": "m"},
+        "more": {"anyOf": [{"items": {"type": "integer"}, "type": "array"}, {"type": "null"}], "default": None},
+    }
+    assert first["function"]["parameters"]["required"] == ["a"]
+    assert [*second["function"]["parameters"]["properties"]] == ["word", "times"]
+    assert third["function"]["parameters"]["properties"] == {"a": {"type": "integer", "description": "The number."}}
 
 
 def test_a_completion_ends_at_the_tokens_of_tokenizer_template_model_and_user(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from penstock.engines.tokenizer import Tokenizer
 from penstock.envs.chat import Chat, ChatMessage
 from penstock.envs.protocol import Message, Prompt, TextEnvironment
 from penstock.envs.rewards import Rubric, Scored
+from penstock.envs.tools import tool_schema
 from penstock.errors import Aborted, ConfigError, PeerLost, RunFailed
 from penstock.records.ids import Version
 from penstock.records.prompt import PromptLease
@@ -280,7 +281,7 @@ def chat_of(tokenizer: Tokenizer, environment: Any) -> Chat | None:
             list(messages), tools=list(tools) or None, tokenize=False, add_generation_prompt=prompting
         )
 
-    return Chat(render, [*tools.values()] if supported else [])
+    return Chat(render, [tool_schema(tool) for tool in tools.values()] if supported else [])
 
 
 def reply_messages(reply: Any) -> list[ChatMessage]:
