@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
 import re
 
@@ -40,6 +42,29 @@ def test_data_stays_within_its_element_and_comes_back_whole():
 def test_a_script_cannot_end_its_own_element():
     text = exported(own_files()["index.html"], own_files(), 'x = "</script>"', b"{}")
     assert 'x = "<\\/script>"' in text
+
+
+def test_the_exported_page_admits_its_own_scripts_and_no_other():
+    text = exported(own_files()["index.html"], own_files(), 'plotly = "</script>";\r\n', b"{}")
+    policy = re.search(r'<meta http-equiv="Content-Security-Policy" content="([^"]+)">', text)
+    assert policy is not None
+    assert policy.start() < text.index("<script")
+    scripts = re.findall(r"<script>(.*?)</script>", text, re.DOTALL)
+    assert len(scripts) == 1 + len(SCRIPTS)
+    digests = [base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts]
+    admitted = " ".join(f"'sha256-{digest}'" for digest in digests)
+    assert policy[1].startswith(f"default-src 'none'; script-src {admitted}; ")
+    assert "\r" not in text, "a browser reads another text than was counted"
+    assert "connect-src" not in policy[1]
+
+
+def test_charts_are_given_escaped_texts_only():
+    """Plotly draws links and styles of texts, which can be names of a run."""
+    code = "".join(own_files()[name] for name in SCRIPTS)
+    drawn = re.findall(r"Plotly\.(?!purge|Plots)\w+\(.*\)", code)
+    assert drawn == ["Plotly.react(node, drawn.filled, drawn.layout, { displayModeBar: false })"]
+    assert "const drawn = Charts.plain(" in code
+    assert 'value.replace(/&/g, "&amp;").replace(/</g, "&lt;")' in code
 
 
 def test_questions_have_one_key_whatever_their_order():

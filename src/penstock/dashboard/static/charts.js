@@ -44,7 +44,16 @@ const Charts = {
       Charts.widths.observe(node);
     }
     node.dataset.drawn = "yes";
-    Plotly.react(node, filled, Charts.layout(x, y, height, filled, layout), { displayModeBar: false });
+    const drawn = Charts.plain({ filled, layout: Charts.layout(x, y, height, filled, layout) });
+    Plotly.react(node, drawn.filled, drawn.layout, { displayModeBar: false });
+  },
+
+  /** The same with every text escaped: Plotly draws markup and links in texts, and names come from a run. */
+  plain(value) {
+    if (typeof value === "string") return value.replace(/&/g, "&amp;").replace(/</g, "&lt;");
+    if (Array.isArray(value)) return value.map(Charts.plain);
+    if (value === null || typeof value !== "object") return value;
+    return Object.fromEntries(Object.entries(value).map(([key, one]) => [key, Charts.plain(one)]));
   },
 
   /** A chart is as wide as its container, also after siblings are added. */
