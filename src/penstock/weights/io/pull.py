@@ -8,6 +8,7 @@ as it arrives.
 
 from __future__ import annotations
 
+import errno
 import hmac
 import logging
 import socket
@@ -40,7 +41,11 @@ REPLY = struct.Struct("<BQ")
 MAGIC = b"PSW1"
 OK, GONE, REFUSED = 0, 1, 2
 IDLE_S = 20.0
-"""A replica gives up a transfer of which nothing arrives for this time, and tries again."""
+"""A replica gives up a connection on which nothing arrives for this time, and asks for the rest on another one."""
+CONNECT_S = 5.0
+CUT = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)
+"""Errors of a link that may heal; a server that is gone refuses or resets connections."""
+RETRY_S = 0.5
 
 
 class Offered:
@@ -230,7 +235,8 @@ def check_reply(manifest: Manifest, peer: tuple[str, int], status: int, length: 
 class PullSource:
     """A version's bytes at an `ArtifactServer`: each thread that reads has its own connection.
 
-    No call waits longer than `idle_s` for the next bytes.
+    When nothing arrives for `idle_s`, or the host cannot be reached, the link is cut: the rest is requested again on a
+    new connection until the deadline, so that a transfer goes on as soon as the link is healed.
     """
 
     def __init__(
@@ -244,45 +250,71 @@ class PullSource:
         self._own = threading.local()
         self._all: list[socket.socket] = []
         self._lock = threading.Lock()
+        self._warned = False
 
     def _connection(self) -> socket.socket:
         connection: socket.socket | None = getattr(self._own, "connection", None)
         if connection is None:
-            connection = socket.create_connection(self._peer, timeout=self._left_s())
+            connection = socket.create_connection(self._peer, timeout=self._at_most_s(CONNECT_S))
             watch_link(connection)
             self._own.connection = connection
             with self._lock:
                 self._all.append(connection)
-        connection.settimeout(self._left_s())
         return connection
 
-    def _left_s(self) -> float:
+    def _disconnect(self) -> None:
+        connection: socket.socket | None = getattr(self._own, "connection", None)
+        self._own.connection = None
+        if connection is not None:
+            with self._lock:
+                if connection in self._all:
+                    self._all.remove(connection)
+            connection.close()
+
+    def _at_most_s(self, timeout_s: float) -> float:
         left_s = self._deadline - time.monotonic()
         if left_s <= 0:
             raise Transient(f"{describe(self._manifest)} did not arrive from {self._peer} before the deadline")
-        return min(left_s, self._idle_s)
+        return min(left_s, timeout_s)
 
     def pieces(self, bucket: int, offset: int, target: memoryview) -> Iterator[memoryview]:
-        if not target:
-            return
-        try:
-            connection = self._connection()
-            digest = self._manifest.digest.encode()
-            connection.sendall(REQUEST.pack(MAGIC, self._token, digest, bucket, offset, len(target)))
-            reply = bytearray(REPLY.size)
-            if not receive(connection, memoryview(reply)):
-                raise ConnectionResetError("closed without an answer")
-            status, length = REPLY.unpack(reply)
-            check_reply(self._manifest, self._peer, status, length, len(target))
-            while target:
-                piece = target[:PIECE_BYTES]
-                connection.settimeout(self._left_s())
-                if not receive(connection, piece):
-                    raise ConnectionResetError("closed before the end")
-                yield piece
-                target = target[len(piece) :]
-        except OSError as error:
-            raise Transient(f"pulling {describe(self._manifest)} from {self._peer} failed: {error}") from error
+        while target:
+            try:
+                for piece in self._range(bucket, offset, target):
+                    yield piece
+                    offset, target = offset + len(piece), target[len(piece) :]
+            except OSError as error:
+                self._disconnect()
+                if not isinstance(error, TimeoutError) and error.errno not in CUT:
+                    raise Transient(f"pulling {describe(self._manifest)} from {self._peer} failed: {error}") from error
+                if not self._warned:
+                    self._warned = True
+                    logger.warning(
+                        "pulling %s: nothing arrives from %s (%s); trying again",
+                        describe(self._manifest),
+                        self._peer,
+                        error,
+                    )
+                time.sleep(self._at_most_s(RETRY_S))
+
+    def _range(self, bucket: int, offset: int, target: memoryview) -> Iterator[memoryview]:
+        """One request and its answer."""
+        connection = self._connection()
+        connection.settimeout(self._at_most_s(self._idle_s))
+        digest = self._manifest.digest.encode()
+        connection.sendall(REQUEST.pack(MAGIC, self._token, digest, bucket, offset, len(target)))
+        reply = bytearray(REPLY.size)
+        if not receive(connection, memoryview(reply)):
+            raise ConnectionResetError("closed without an answer")
+        status, length = REPLY.unpack(reply)
+        check_reply(self._manifest, self._peer, status, length, len(target))
+        while target:
+            piece = target[:PIECE_BYTES]
+            connection.settimeout(self._at_most_s(self._idle_s))
+            if not receive(connection, piece):
+                raise ConnectionResetError("closed before the end")
+            yield piece
+            target = target[len(piece) :]
 
     def close(self) -> None:
         with self._lock:
@@ -308,8 +340,8 @@ class PullTransport:
         ucxx: OtherTransport | None = None,
         idle_s: float = IDLE_S,
     ) -> None:
-        """`ucxx` fetches versions that have a UCX address; over TCP, `streams` connections are used at once. A transfer
-        of which nothing arrives for `idle_s` is `Transient`."""
+        """`ucxx` fetches versions that have a UCX address; over TCP, `streams` connections are used at once, each given
+        up when nothing arrives on it for `idle_s`."""
         if streams < 1:
             raise LocalProtocolError(f"streams must be at least 1, found {streams}")
         self._token = token
