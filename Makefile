@@ -1,4 +1,4 @@
-# The two commands of this house: `make demo` and `make test`. Both make the environment first, if it is not made yet.
+# The two commands to know are `make demo` and `make test`. Both create the environment first, if it does not exist.
 PYTHON ?= python3
 VENV := .venv
 EXTRAS ?= dev
