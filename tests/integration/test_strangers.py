@@ -56,6 +56,9 @@ class Served:
             message = await receive()
             body, more = body + message.get("body", b""), message.get("more_body", False)
         self.calls.append((scope["raw_path"], body))
+        if scope["raw_path"] == b"/hangs":
+            while (await receive())["type"] != "http.disconnect":
+                pass
         headers = [(b"content-length", b"%d" % len(body))]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": body})
@@ -208,6 +211,18 @@ async def test_whatever_a_stranger_says_is_bounded_and_ends(
         assert port.server.door.accepted == len(seeds) + 1
         assert len(port.server.server_state.connections) == 1
         assert not caplog.records, "a stranger fills no log"
+
+
+async def test_a_stranger_whose_head_or_reply_does_not_come_is_closed_at_the_deadline() -> None:
+    async with served(hello_s=0.3) as port:
+        for said in (b"GET /hangs HTTP/1.1\r\n", b"GET /hangs HTTP/1.1\r\n\r\n"):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port.port)
+            writer.write(said)
+            async with asyncio.timeout(20):
+                with contextlib.suppress(ConnectionResetError):
+                    assert not await reader.read()
+            writer.close()
+        assert port.calls == [(b"/hangs", b"")]
 
 
 async def test_a_request_in_many_pieces_with_the_token_is_admitted_and_the_connection_kept() -> None:
