@@ -7,7 +7,6 @@ possible (not Linux, a GPU, a thread started by an import) processes start witho
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import json
 import logging
 import os
@@ -26,7 +25,6 @@ from penstock.runtime.process import kill_tree
 
 log = logging.getLogger(__name__)
 
-PR_SET_CHILD_SUBREAPER = 36
 IMPORT_S = 120.0
 FORK_S = 20.0
 MAX_BYTES = 1 << 20
@@ -100,7 +98,10 @@ class ForkedProcess:
 
 
 class ForkServer:
-    """Started with the run. When `fork` returns None, the caller starts the process without it."""
+    """Started with the run. When `fork` returns None, the caller starts the process without it.
+
+    This process must adopt orphans: a forked process is one until it is returned.
+    """
 
     def __init__(self, config: Config, output: Path, preloading: preload.Preloading | None = None) -> None:
         self._config = config
@@ -144,13 +145,8 @@ class ForkServer:
             try:
                 if not self._ready:
                     await self._wait_until_ready(self._socket)
-                # Orphans are adopted only during the fork: those of a killed worker are not ours to reap.
-                _adopt_orphans(True)
-                try:
-                    answer = await self._call(self._socket, request)
-                    return ForkedProcess(answer["pid"])
-                finally:
-                    _adopt_orphans(False)
+                answer = await self._call(self._socket, request)
+                return ForkedProcess(answer["pid"])
             except (OSError, TimeoutError, ValueError, KeyError) as error:
                 self._fall_back(error)
                 return None
@@ -179,13 +175,10 @@ class ForkServer:
             self._preloading.close()
             self._preloading = None
 
+    @property
+    def pid(self) -> int | None:
+        return None if self._preloading is None else self._preloading.process.pid
+
     async def close(self) -> None:
         async with self._one_at_a_time:
             self._disable()
-
-
-def _adopt_orphans(enabled: bool) -> None:
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(PR_SET_CHILD_SUBREAPER, int(enabled), 0, 0, 0) != 0:
-        code = ctypes.get_errno()
-        raise OSError(code, f"prctl(PR_SET_CHILD_SUBREAPER): {os.strerror(code)}")

@@ -1,16 +1,23 @@
 """Processes on this machine.
 
 They die with the supervisor: each requests this from the kernel as its first action. A killed supervisor leaves only
-the run directory, from which `--resume` continues.
+the run directory, from which `--resume` continues, and processes that the user's code detached, which `--resume` kills.
+
+What the user's code detaches from a worker is killed when that worker ends, if it is still in the worker's session or
+has the worker's variable in its environment; otherwise with the run, since the supervisor adopts all orphans.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import logging
 import os
+import sys
 from asyncio.subprocess import DEVNULL, Process
+
+import psutil
 
 from penstock.config.run import Config
 from penstock.launch.forkserver import ForkedProcess, ForkServer
@@ -20,7 +27,14 @@ from penstock.launch.processes import ProcessSpec, command, environment
 from penstock.launch.restarts import Ended
 from penstock.payload.io.leftovers import sweep_dead, sweep_own
 from penstock.runtime.logs import rotate
-from penstock.runtime.process import MEMBER_VARIABLE, kill_left_behind, kill_tree
+from penstock.runtime.process import (
+    adopt_orphans,
+    kill_adopted,
+    kill_left_behind,
+    kill_of_earlier_starts,
+    kill_tree,
+    reap_adopted,
+)
 from penstock.runtime.run_token import handed_over
 from penstock.runtime.rundir import RunDir
 
@@ -90,7 +104,7 @@ class ProcessWithDescendants:
         return ended
 
     def _clear(self) -> None:
-        left = kill_left_behind(self._head.pid, MEMBER_VARIABLE, self._member, LEFT_BEHIND_S)
+        left = kill_left_behind(self._head.pid, self._member, LEFT_BEHIND_S)
         if left:
             log.warning("%s left processes behind, which were killed: %s", self._member, left)
 
@@ -103,24 +117,45 @@ class LocalPlacer:
         self._config = config
         self._forkserver = ForkServer(config, run.log_path("forkserver"), preloading)
         self._gpus: tuple[str, ...] = ()
+        place = hashlib.sha256(os.fsencode(run.root) + run.run_id.encode()).hexdigest()[:16]
+        self._prefix = f"{place}:"
+        """Of the members' variable: a copy of a run directory has the same run id."""
+        self._begun: set[int] = set()
+        """Children of this process that are no adopted orphans."""
+        self._placing = 0
 
     async def open(self) -> None:
+        self._begun = {child.pid for child in psutil.Process().children()}
+        if sys.platform == "linux":
+            adopt_orphans()
+        left = await asyncio.to_thread(kill_of_earlier_starts, self._prefix, LEFT_BEHIND_S)
+        if left:
+            log.warning("an earlier start of the run left processes behind, which were killed: %s", left)
         _, self._gpus = await asyncio.gather(self._forkserver.start(), asyncio.to_thread(gpus_here))
         removed = [*sweep_own(self._run.run_id, os.getpid()), *sweep_dead()]
         if removed:
             log.info("removed %d shared-memory rings of dead runs", len(removed))
 
     async def place(self, spec: ProcessSpec, member: str, session: str) -> ProcessWithDescendants:
+        self._placing += 1  # a process that was just started is not known yet
+        try:
+            head = await self._start(spec, member, session)
+        finally:
+            self._placing -= 1
+        self._begun.add(head.pid)
+        return ProcessWithDescendants(head, self._prefix + member)
+
+    async def _start(self, spec: ProcessSpec, member: str, session: str) -> LocalProcess | ForkedProcess:
         arguments = command(spec, self._run.root, member, session, parent=os.getpid())
         path = self._run.log_path(spec.name)
-        inherited = environment(spec, self._config.run.extra_path, member) | gpu_environment(
+        inherited = environment(spec, self._config.run.extra_path, self._prefix + member) | gpu_environment(
             spec, self._config, self._gpus
         )
         if spec.role == "trainer":
             await asyncio.sleep(0)  # it needs samples first: workers that start at the same time go first
         forked = await self._forkserver.fork(spec, arguments, inherited, path, self._run.token())
         if forked is not None:
-            return ProcessWithDescendants(forked, member)
+            return forked
         with path.open("ab") as output, handed_over(self._run.token()) as token:
             child = await asyncio.create_subprocess_exec(
                 *arguments,
@@ -132,14 +167,23 @@ class LocalPlacer:
                 pass_fds=(token,),
                 start_new_session=True,
             )
-        return ProcessWithDescendants(LocalProcess(child), member)
+        return LocalProcess(child)
 
     async def run(self) -> None:
         """Bounds the size of the logs: processes, and the user's code that prints, write to them directly."""
         while True:
             await asyncio.sleep(ROTATE_EVERY_S)
             await asyncio.to_thread(rotate, self._run.root / "logs", self._config.run.log_mb << 20)
+            if not self._placing:
+                reap_adopted(self._known())
 
     async def close(self) -> None:
         await self._forkserver.close()
+        left = await asyncio.to_thread(kill_adopted, self._known(), LEFT_BEHIND_S)
+        if left:
+            log.warning("the run left processes behind, which were killed: %s", left)
         sweep_own(self._run.run_id, os.getpid())
+
+    def _known(self) -> set[int]:
+        server = self._forkserver.pid
+        return self._begun if server is None else self._begun | {server}

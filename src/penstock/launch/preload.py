@@ -14,9 +14,12 @@ from pathlib import Path
 from types import TracebackType
 
 from penstock.runtime.interpreter import python_command, search_path
+from penstock.runtime.parent import MEMBER_VARIABLE
 
 PADDING = "penstock".ljust(2048)
 """Reserves space for the arguments of forked processes, which `ps` shows."""
+NO_MEMBER = "x" * 512
+"""Reserves space for the member of forked processes, by which their descendants are found."""
 
 
 def possible() -> bool:
@@ -64,6 +67,7 @@ def start() -> Preloading:
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONUNBUFFERED": "1",
         "PYTHONPATH": search_path(),
+        MEMBER_VARIABLE: NO_MEMBER,
     }
     with theirs:
         process = subprocess.Popen(

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from penstock.config.run import Config
 from penstock.runtime.interpreter import python_command, search_path
-from penstock.runtime.process import MEMBER_VARIABLE
+from penstock.runtime.parent import MEMBER_VARIABLE
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,11 +22,12 @@ from penstock.errors import ConfigError, LocalProtocolError
 from penstock.launch.processes import ProcessSpec, command, environment
 from penstock.payload.io.leftovers import sweep, sweep_dead
 from penstock.runtime.parent import watch_parent
-from penstock.runtime.process import kill_tree
+from penstock.runtime.process import kill_left_behind, kill_tree
 from penstock.runtime.run_token import handed_over
 from penstock.runtime.rundir import RunDir, write_atomically
 
 LOG_CHUNK_BYTES = 1 << 20
+LEFT_BEHIND_S = 4.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +137,7 @@ class RoleHost:
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=output,
-                    env=dict(environment(spec, order.extra_path)) | hidden,
+                    env=environment(spec, order.extra_path, order.member) | hidden,
                     pass_fds=(token,),
                     start_new_session=True,
                 )
@@ -146,6 +147,7 @@ class RoleHost:
         finally:
             self._started.set()
         self._child.wait()
+        kill_left_behind(self._child.pid, order.member, LEFT_BEHIND_S)
         self._ended.set()
 
     def wait(self, name: str) -> ProcessExit:

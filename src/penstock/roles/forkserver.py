@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.roles.quick_imports import import_all
-from penstock.runtime.parent import die_with_parent
+from penstock.runtime.parent import MEMBER_VARIABLE, die_with_parent
 from penstock.runtime.run_token import handed_over
 
 MAX_BYTES = 1 << 20
@@ -98,6 +98,7 @@ def _run(request: Mapping[str, Any], parent: int) -> int:
     sys.path[:0] = request["path"]
     arguments = request["arguments"]
     _show_as(arguments)
+    _show_member(request["environment"][MEMBER_VARIABLE])
     gc.enable()
     from penstock.roles import __main__ as entry
 
@@ -114,6 +115,20 @@ def _show_as(arguments: Sequence[str]) -> None:
     text = b"\0".join(argument.encode() for argument in arguments)
     if 0 < start < end and len(text) < end - start:
         ctypes.memmove(start, text.ljust(end - start, b"\0"), end - start)
+
+
+def _show_member(member: str) -> None:
+    """Makes this the member in the environment that the kernel shows of this process, and of all that it forks: it
+    shows the memory of the environment at the start of the program."""
+    status = Path("/proc/self/stat").read_bytes().rpartition(b")")[2].split()
+    start, end = int(status[47]), int(status[48])  # of that memory
+    for entry in ctypes.string_at(start, end - start).split(b"\0"):
+        if entry.startswith(f"{MEMBER_VARIABLE}=".encode()):
+            text = f"{MEMBER_VARIABLE}={member}\0PENSTOCK_PADDING=".encode()
+            if len(text) <= len(entry):
+                ctypes.memmove(start, text.ljust(len(entry), b"x"), len(entry))
+            return
+        start += len(entry) + 1
 
 
 if __name__ == "__main__":

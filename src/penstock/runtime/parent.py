@@ -11,6 +11,8 @@ import time
 
 PR_SET_PDEATHSIG = 1
 WATCH_PARENT_EVERY_S = 1.0
+MEMBER_VARIABLE = "PENSTOCK_MEMBER"
+"""Inherited by all descendants of a process of a run, which are found by it when the process has ended."""
 
 
 def die_with_parent(parent_pid: int | None = None) -> None:

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import resource
 import signal
 import sys
 import time
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 
 import psutil
 
+from penstock.runtime.parent import MEMBER_VARIABLE
+
 POLL_S = 0.01
-MEMBER_VARIABLE = "PENSTOCK_MEMBER"
-"""Inherited by all descendants of a process of a run, which are found by it when the process has ended."""
+PR_SET_CHILD_SUBREAPER = 36
 GPUS_VARIABLE = "PENSTOCK_GPUS"
 """Number of GPUs of the machine, in the environment of processes that see only their own."""
 
@@ -90,32 +93,81 @@ def kill_tree(pid: int, timeout_s: float) -> list[int]:
         time.sleep(POLL_S)
 
 
-def kill_left_behind(leader: int, variable: str, value: str, timeout_s: float) -> list[int]:
+def kill_left_behind(leader: int, member: str, timeout_s: float) -> list[int]:
     """Kills the processes that an ended process left running, within `timeout_s`; returns their pids.
 
     They are found by the session that it led, and by the environment that descendants inherit: a double fork and a new
     session change the parent of a process, but not its environment.
     """
+
+    def was_left(process: psutil.Process) -> bool:
+        return os.getsid(process.pid) == leader or process.environ().get(MEMBER_VARIABLE) == member
+
+    return _kill_all(lambda: [one for one in psutil.process_iter() if one.pid != leader], was_left, timeout_s)
+
+
+def kill_of_earlier_starts(prefix: str, timeout_s: float) -> list[int]:
+    """Kills the processes whose member begins so; returns their pids. They outlived a supervisor that was killed."""
+    return _kill_all(
+        psutil.process_iter, lambda one: one.environ().get(MEMBER_VARIABLE, "").startswith(prefix), timeout_s
+    )
+
+
+def adopt_orphans() -> None:
+    """From now on, descendants whose parent has ended become children of this process, and not of init."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
+        code = ctypes.get_errno()
+        raise OSError(code, f"prctl(PR_SET_CHILD_SUBREAPER): {os.strerror(code)}")
+
+
+def reap_adopted(known: Collection[int]) -> None:
+    """Removes adopted orphans that have ended from the kernel's table. `known` are children that others wait for."""
+    for process in _adopted(known):
+        if not _runs(process):
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(process.pid, os.WNOHANG)
+
+
+def kill_adopted(known: Collection[int], timeout_s: float) -> list[int]:
+    """Kills the adopted orphans and their descendants, however they were detached; returns their pids."""
+    killed = _kill_all(lambda: _adopted(known), lambda one: True, timeout_s)
+    reap_adopted(known)
+    return killed
+
+
+def _adopted(known: Collection[int]) -> list[psutil.Process]:
+    """Children of another session that this process did not start."""
+    ours, found = os.getsid(0), []
+    for child in psutil.Process().children():
+        with contextlib.suppress(ProcessLookupError):
+            if child.pid not in known and os.getsid(child.pid) != ours:
+                found.append(child)
+    return found
+
+
+def _kill_all(
+    listed: Callable[[], Iterable[psutil.Process]], chosen: Callable[[psutil.Process], bool], timeout_s: float
+) -> list[int]:
+    """Kills the chosen ones until none is left, or for `timeout_s`: they may start others meanwhile."""
+
+    def to_kill(process: psutil.Process) -> bool:
+        try:
+            return process.pid != os.getpid() and _runs(process) and chosen(process)
+        except (psutil.Error, OSError):  # it has ended, or belongs to another user
+            return False
+
     deadline = time.monotonic() + timeout_s
     killed: set[int] = set()
-    while found := [one for one in psutil.process_iter() if _was_left(one, leader, variable, value)]:
+    while found := [one for one in listed() if to_kill(one)]:
         for process in found:
             killed.add(process.pid)
             with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
                 process.kill()
         if time.monotonic() > deadline:
             break
-        time.sleep(POLL_S)  # processes that they started in between are found next time
+        time.sleep(POLL_S)
     return sorted(killed)
-
-
-def _was_left(process: psutil.Process, leader: int, variable: str, value: str) -> bool:
-    try:
-        if process.pid in (leader, os.getpid()) or process.status() == psutil.STATUS_ZOMBIE:
-            return False
-        return os.getsid(process.pid) == leader or process.environ().get(variable) == value
-    except (psutil.Error, OSError):  # it has ended, or belongs to another user
-        return False
 
 
 def _tree(pid: int, found: dict[int, psutil.Process]) -> list[psutil.Process]:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 
 from penstock.errors import ConfigError
-from penstock.runtime.process import MEMBER_VARIABLE
+from penstock.runtime.parent import MEMBER_VARIABLE
 
 PASSED = frozenset(
     (
