@@ -14,6 +14,7 @@ import asyncio
 import contextvars
 import gc
 import heapq
+import inspect
 import itertools
 import linecache
 import time
@@ -314,13 +315,20 @@ def virtual_loop(durations: Durations, *, real_limit_s: float = 600.0) -> Iterat
 
 
 def _close(coroutine: Any) -> None:
-    """Ends a coroutine, with all that its `finally` blocks await."""
+    """Ends a coroutine, with all that its `finally` blocks await.
+
+    The innermost is closed first: if it awaits again, those that await it would end without it.
+    """
     for _ in range(UNWINDINGS):
+        innermost = coroutine
+        while inspect.iscoroutine(awaited := getattr(innermost, "cr_await", None)) and awaited.cr_frame is not None:
+            innermost = awaited
         try:
-            coroutine.close()
+            innermost.close()
         except RuntimeError:  # it awaited again
             continue
-        break
+        if innermost is coroutine:
+            break
 
 
 def _quietly(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:

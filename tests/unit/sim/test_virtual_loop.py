@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 
 import pytest
 
@@ -122,7 +123,10 @@ def test_sets_of_tasks_have_the_order_in_which_the_tasks_were_made() -> None:
     assert ended == list(range(20))
 
 
-def test_a_group_that_never_hears_of_its_last_task_is_ended_with_the_loop() -> None:
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_group_that_never_hears_of_its_last_task_is_ended_with_the_loop(
+    nested: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its process died in between. What its `finally` awaits must not be complained of when it is cleared away."""
 
     async def dies(process: Process) -> None:
@@ -133,10 +137,18 @@ def test_a_group_that_never_hears_of_its_last_task_is_ended_with_the_loop() -> N
             async with asyncio.TaskGroup() as group:
                 group.create_task(dies(process))
         finally:
-            await asyncio.sleep(1.0)
-            await asyncio.sleep(1.0)
+            try:
+                await waiting
+            finally:
+                await asyncio.sleep(1.0)
 
+    async def outer(process: Process) -> None:
+        await main(process)
+
+    complaints: list[object] = []
+    monkeypatch.setattr(sys, "unraisablehook", complaints.append)
     with virtual_loop(a_second) as loop:
-        process = Process(loop, "p")
-        process.run(main(process))
+        process, waiting = Process(loop, "p"), loop.create_future()
+        process.run(outer(process) if nested else main(process))
         loop.run_until_complete(asyncio.sleep(5.0))
+    assert not complaints
