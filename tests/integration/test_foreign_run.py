@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -19,6 +20,7 @@ from penstock.config.load import dump, validate
 from penstock.engines.models import LanguagePolicy, TinyLanguageModel, build
 from penstock.journal.writer import Journal
 from penstock.launch.report import report
+from penstock.launch.supervisor import exclusive
 from penstock.records.ids import PipelineName
 from penstock.runtime.rundir import RunDir
 from penstock.train import checkpoint
@@ -214,6 +216,39 @@ def test_texts_are_escaped_in_a_notebook(run: RunDir):
     assert "stolen()" in shown
     assert is_harmless(shown)
     assert not re.search(r"<(?!/?(b|br|svg|text|line|circle|polyline)\b)", shown)
+
+
+def test_texts_do_not_control_the_terminal(run: RunDir):
+    journal = Journal(run.journal_path, run.run_id)
+    event = {"type": "ask_batch", "member": "\x1b]0;title\x07m\n2026-01-01 forged", "step": 2}
+    notes = {"batch": [(3, 0, [5, 6])]}
+    journal.append(PipelineName("p"), 1e9, msgspec.msgpack.encode(event), msgspec.msgpack.encode(notes))
+    journal.close(5.0)
+    told = penstock_command("story", run.root, "step:2").output
+    assert "\\x1b]0;title\\x07m\\n2026-01-01 forged" in told
+    assert len(told.splitlines()) == 2
+    run.write_ending("failed", "\x1b[2Jcleared")
+    diagnosed = penstock_command("doctor", run.root).output
+    assert "\\x1b[2Jcleared" in diagnosed
+    assert "\x1b" not in told + diagnosed
+
+
+@pytest.mark.parametrize("named", ["-1", "0", "1", "other"])
+def test_a_process_that_does_not_hold_the_lock_is_not_signalled(
+    named: str, run: RunDir, monkeypatch: pytest.MonkeyPatch
+):
+    signalled: list[int] = []
+    monkeypatch.setattr(os, "kill", lambda pid, number: signalled.append(pid))
+    run.ending_path.unlink()
+    with exclusive(run):
+        run.lock_path.write_text(named)
+        with pytest.raises(TimeoutError):
+            penstock.Run(run.root).stop(timeout_s=0.0)
+        assert signalled == []
+        run.lock_path.write_text(str(os.getpid()))
+        with pytest.raises(TimeoutError):
+            penstock.Run(run.root).stop(timeout_s=0.0)
+    assert signalled == [os.getpid()]
 
 
 ALPHABET = "abcdefghijklmnopqrstuvwxyz>"

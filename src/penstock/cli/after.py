@@ -6,8 +6,7 @@ import importlib
 from pathlib import Path
 from typing import Any
 
-import typer
-
+from penstock.cli.printing import pass_on, say
 from penstock.config.load import parse_value
 from penstock.errors import ConfigError
 from penstock.launch.report import report
@@ -18,11 +17,11 @@ def export_command(path: Path, *, pipeline: str | None, step: str, to: Path | No
     one = _offline().saved(path, pipeline=pipeline, step=step)
     target = to if to is not None else Path("exports") / f"{path.resolve().name}-{one.pipeline.name}-{one.step}"
     written = _offline().export(one, target, merged=merged)
-    typer.echo(f"{written}: step {one.step} of {one.pipeline.name}")
+    say(f"{written}: step {one.step} of {one.pipeline.name}")
     opened = f"transformers.AutoModelForCausalLM.from_pretrained({str(written)!r})"
     if one.pipeline.lora is not None and not merged:
         opened = f"peft.AutoPeftModelForCausalLM.from_pretrained({str(written)!r}); the base model is needed too"
-    typer.echo(f"open it with {opened}", err=True)
+    say(f"open it with {opened}", err=True)
     return 0
 
 
@@ -57,8 +56,8 @@ def eval_command(
         one = _offline().replaced(one, rollout)
     found = _offline().evaluate(one, prompts=prompts, samples=samples, temperature=temperature)
     limit = "" if one.pipeline.kind != "language" else f", at most {one.pipeline.rollout.max_new_tokens} new tokens"
-    typer.echo(f"{one.title}{limit}")
-    typer.echo(
+    say(f"{one.title}{limit}")
+    say(
         f"reward {found.mean:.4g}, 95 % interval {found.low:.4g} to {found.high:.4g}, "
         f"{found.prompts} prompts, {found.samples} samples" + (f", {found.failed} failed" if found.failed else "")
     )
@@ -78,7 +77,7 @@ def sample_command(
     one = _offline().saved(path, pipeline=pipeline, step=step)
     drawn = _offline().sample(one, prompt, count=count, temperature=temperature, max_new_tokens=max_new_tokens)
     for completion in drawn:
-        typer.echo(completion)
+        pass_on(completion)
     return 0
 
 
@@ -89,7 +88,7 @@ def report_command(path: Path, to: Path | None) -> int:
         run.write(target := run.root / "report.html", page.encode("utf-8"))
     else:
         write_atomically(target := to, page)
-    typer.echo(f"{target}: {len(page.encode('utf-8')) / 1e3:.0f} kB")
+    say(f"{target}: {len(page.encode('utf-8')) / 1e3:.0f} kB")
     return 0
 
 

@@ -12,8 +12,7 @@ import webbrowser
 from collections.abc import Iterator
 from pathlib import Path
 
-import typer
-
+from penstock.cli.printing import say
 from penstock.dashboard.io.export import export
 from penstock.dashboard.io.files import plotly_script
 from penstock.dashboard.io.server import Dashboard, bind, serve
@@ -35,15 +34,15 @@ def dashboard_command(path: Path, *, host: str, port: int, open_browser: bool, e
         if len(names) != 1:
             raise ConfigError(f"{path} holds {len(names)} runs: give the directory of the one to export")
         size = export(shelf, names[0], export_to, plotly)
-        typer.echo(f"{export_to}: {names[0]} in {size / 1e6:.1f} MB")
+        say(f"{export_to}: {names[0]} in {size / 1e6:.1f} MB")
         return 0
     token = secrets.token_urlsafe(16)
     listener = bind(host, port)
     shown = f"[{host}]" if ":" in host else host
     address = f"http://{shown}:{listener.getsockname()[1]}/{token}/"
-    typer.echo(f"dashboard: {address}")
+    say(f"dashboard: {address}")
     if host not in LOOPBACK:
-        typer.echo("anyone with this address can read samples and logs; the connection is not encrypted", err=True)
+        say("anyone with this address can read samples and logs; the connection is not encrypted", err=True)
     dashboard = Dashboard(shelf, plotly=plotly)
     try:
         with _redirect(address) if open_browser else contextlib.nullcontext() as page:

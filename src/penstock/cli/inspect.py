@@ -7,15 +7,13 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-import typer
-
+from penstock.cli.printing import say, say_line
 from penstock.config.load import load
 from penstock.errors import ConfigError
 from penstock.journal.story import story_lines
 from penstock.records.ids import PipelineName
 from penstock.runtime.rundir import RunDir
 from penstock.runtime.sinks import Publication
-from penstock.runtime.terminal import escape_controls
 
 Kind = Literal["sample", "prompt", "step", "version"]
 
@@ -29,7 +27,7 @@ def story_command(run_dir: Path, subject: str, pipeline: str | None) -> int:
     if pipeline not in names:
         raise ConfigError(f"choose a pipeline: --pipeline {' or --pipeline '.join(names)}")
     for line in story_lines(run.journal_path, PipelineName(pipeline), kind, number):
-        typer.echo(escape_controls(line))
+        say_line(line)
     return 0
 
 
@@ -59,10 +57,10 @@ def doctor_command(run_dir: Path, at_s: float | None = None) -> int:
         return 0
     if (ending := run.read_ending()) is not None:
         ended = f"the run has ended, no process can answer: {ending['how']}. {ending['sentence']}"
-        typer.echo(escape_controls(ended.strip()), err=True)
+        say(ended.strip(), err=True)
         if ending["how"] != "complete":
-            typer.echo(f"resume with: penstock run --resume {run.root}", err=True)
-        typer.echo(f"state at a given time, here 60 s after the start: penstock doctor {run.root} --at 60", err=True)
+            say(f"resume with: penstock run --resume {run.root}", err=True)
+        say(f"state at a given time, here 60 s after the start: penstock doctor {run.root} --at 60", err=True)
         return 1
     try:
         endpoint, token = run.read_endpoint(), run.token()
@@ -76,22 +74,22 @@ def doctor_command(run_dir: Path, at_s: float | None = None) -> int:
             sentences = client.get("/v1/diagnosis").raise_for_status().json()
             status = client.get("/v1/status").raise_for_status().json()
     except httpx.HTTPError as error:
-        typer.echo(f"the controller (process {endpoint.pid}, {endpoint.url}) does not answer: {error}", err=True)
-        typer.echo(f"resume with: penstock run --resume {run.root}", err=True)
+        say(f"the controller (process {endpoint.pid}, {endpoint.url}) does not answer: {error}", err=True)
+        say(f"resume with: penstock run --resume {run.root}", err=True)
         return 1
     _print_diagnosis(sentences, status["pipelines"])
     for name, one in status["pipelines"].items():
         for part, registered in (("rollout", one["workers_alive"]), ("trainer", one["trainer_alive"])):
             for line in _starting(run, f"{name}.{part}") if not registered else ():
-                typer.echo(f"  {line}")
+                say(f"  {line}")
     return 0
 
 
 def _print_diagnosis(sentences: Mapping[Any, str], status: Mapping[Any, Mapping[str, Any]]) -> None:
     for name, sentence in sentences.items():
         one = status[name]
-        typer.echo(f"{name}: {one['phase']}, step {one['step']}/{one['steps']}, idle for {one['stalled_s']:.0f} s")
-        typer.echo(f"  {escape_controls(sentence)}")
+        say(f"{name}: {one['phase']}, step {one['step']}/{one['steps']}, idle for {one['stalled_s']:.0f} s")
+        say(f"  {sentence}")
 
 
 def _starting(run: RunDir, prefix: str) -> Iterator[str]:
@@ -116,5 +114,5 @@ def publish_command(run_dir: Path, sink: str, *, trusts: bool = False) -> int:
     while publication.send():
         pass
     publication.close()
-    typer.echo(f"sent {publication.sent} lines of {run.metrics_path} to {sink}")
+    say(f"sent {publication.sent} lines of {run.metrics_path} to {sink}")
     return 0

@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 import penstock
+from penstock.cli.printing import say
 from penstock.config.check import check_by_making, check_environment, check_models
 from penstock.config.load import dump, load
 from penstock.config.reference import keys
@@ -46,9 +47,9 @@ def check_command(config: Path, overrides: list[str], *, trusts: bool = False) -
     check_models(resolved)
     for model in _hub_models(resolved):
         if cached(model) is None:
-            typer.echo(f"model {model.name!r} is not in the local cache: `penstock run` will download it", err=True)
+            say(f"model {model.name!r} is not in the local cache: `penstock run` will download it", err=True)
     for limited in filter(None, (pipeline.limited_calls() for pipeline in resolved.pipeline)):
-        typer.echo(limited, err=True)
+        say(limited, err=True)
     typer.echo(dump(resolved), nl=False)
     return 0
 
@@ -189,7 +190,7 @@ def _hub_models(config: Config) -> list[HubModel]:
 def _download_models(config: Config) -> None:
     """Once, before any process starts. A new run has no directory yet, so a failure leaves none."""
     for model in _hub_models(config):
-        typer.echo(f"model {model.name}: {directory_of(model)}")
+        say(f"model {model.name}: {directory_of(model)}")
 
 
 def _console() -> Console:

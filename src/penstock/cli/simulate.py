@@ -9,6 +9,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from penstock.runtime.terminal import escape_controls
+
 if TYPE_CHECKING:
     from penstock.launch.simulated import Report, Result
 
@@ -110,11 +112,16 @@ def replay_command(run: Path, until_s: float | None) -> int:
     console.print(f"{result.events:,} events over {result.took_s:,.1f} s, {result.decisions:,} decisions compared")
     fields = ("phase", "step", "version", "prompts_issued", "in_flight", "workers_alive", "trainer_alive")
     for name, status in result.status.items():
-        console.print(escape(f"{name}: " + ", ".join(f"{field} {status[field]}" for field in fields)))
-        console.print(escape(f"{name}: {result.diagnosis[name]}"))
+        console.print(_plain(f"{name}: " + ", ".join(f"{field} {status[field]}" for field in fields)))
+        console.print(_plain(f"{name}: {result.diagnosis[name]}"))
     if result.problem:
-        console.print(escape(result.problem), style="red")
+        console.print(_plain(result.problem), style="red")
     return int(bool(result.problem))
+
+
+def _plain(text: str) -> str:
+    """A text of a run without markup and control characters."""
+    return escape(escape_controls(text))
 
 
 def _table(report: Report) -> Table:

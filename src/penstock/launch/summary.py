@@ -22,6 +22,7 @@ from penstock.launch.view import shortened
 from penstock.runtime.beneath import open_beneath
 from penstock.runtime.metrics import PAUSE_S
 from penstock.runtime.rundir import RunDir
+from penstock.runtime.terminal import escape_controls
 
 SMOOTHING_STEPS = 10
 PLOT_COLUMNS = 3
@@ -200,7 +201,7 @@ def print_summary(
         drops = {key.removeprefix("dropped_"): count for key, count in one.items() if key.startswith("dropped_")}
         dropped = ", ".join(f"{reason} {count}" for reason, count in drops.items() if count) or "none"
         table.add_row(
-            Text(name),
+            Text(escape_controls(name)),
             f"{one['step']}/{one['steps']}",
             f"{_figure(curve.first())} → {_figure(curve.final())}",
             *([curve.evaluated()] if evaluates else []),
@@ -208,7 +209,8 @@ def print_summary(
             dropped,
             f"{_figure(_mean(list(curve.staleness_mean.values())))} / {max(curve.staleness_max.values(), default=0)}",
         )
-    console.print(f"{run.root.name}: {ended} after {wall_s:.0f} s", highlight=False, markup=False, style="bold")
+    title = escape_controls(f"{run.root.name}: {ended} after {wall_s:.0f} s")
+    console.print(title, highlight=False, markup=False, style="bold")
     if table.row_count:  # empty if the run was interrupted during its start
         console.print(table)
     several = len(status.get("pipelines", {})) > 1
@@ -232,8 +234,8 @@ def print_summary(
         if others:
             console.print(f"worst of the other loops: {others}", highlight=False, soft_wrap=True)
     if picture is not None:
-        console.print(f"reward curves: {picture}", highlight=False, markup=False, soft_wrap=True)
-    console.print(f"run directory: {run.root}", highlight=False, markup=False, soft_wrap=True)
+        console.print(escape_controls(f"reward curves: {picture}"), highlight=False, markup=False, soft_wrap=True)
+    console.print(escape_controls(f"run directory: {run.root}"), highlight=False, markup=False, soft_wrap=True)
 
 
 def _smooth(values: Iterable[float]) -> Iterable[float]:

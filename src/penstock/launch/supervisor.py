@@ -443,7 +443,9 @@ def _has_trained(run: RunDir, since: int) -> bool:
 @contextlib.contextmanager
 def exclusive(run: RunDir) -> Iterator[None]:
     """Locks the run directory for one supervisor; the kernel releases the lock when this process dies."""
-    with run.lock_path.open("a") as lock:  # a refused supervisor must not erase the pid of the one that runs
+    # Not truncated: a refused supervisor must not erase the pid of the one that runs. No other user may lock it.
+    descriptor = os.open(run.lock_path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    with open(descriptor, "a", encoding="ascii") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

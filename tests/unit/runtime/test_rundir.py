@@ -1,9 +1,12 @@
 import json
+import stat
+import time
 from pathlib import Path
 
 import pytest
 
 from penstock.errors import ConfigError
+from penstock.launch.supervisor import exclusive
 from penstock.runtime.rundir import Endpoint, RunDir
 
 
@@ -66,3 +69,33 @@ def test_a_failure_report(run: RunDir):
     words = run.read_failure("w")
     assert words is not None
     assert words["message"] == "no such model"
+
+
+def test_a_directory_of_another_is_not_adopted_when_all_names_are_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(time, "strftime", lambda form: "now")
+    for name in ("demo-now", *(f"demo-now-{count}" for count in range(2, 101))):
+        (tmp_path / name).mkdir()
+    with pytest.raises(ConfigError, match="its names are taken"):
+        RunDir.create(tmp_path, "demo", "", "0")
+    assert not list(tmp_path.glob("*/*"))
+
+
+def test_the_lock_is_of_its_owner_only_and_no_link(run: RunDir, tmp_path: Path):
+    with exclusive(run):
+        assert stat.S_IMODE(run.lock_path.stat().st_mode) == 0o600
+    (tmp_path / "other").write_text("kept")
+    run.lock_path.unlink()
+    run.lock_path.symlink_to(tmp_path / "other")
+    with pytest.raises(OSError, match="symbolic links"), exclusive(run):
+        raise AssertionError("it was locked")
+    assert (tmp_path / "other").read_text() == "kept"
+
+
+@pytest.mark.parametrize("run_id", ["", "../x", "a/b", "a b", "x" * 65])
+def test_a_run_id_that_is_no_part_of_a_name(run_id: str, run: RunDir):
+    marker = run.root / "run.json"
+    marker.write_text(json.dumps(json.loads(marker.read_text()) | {"run_id": run_id}))
+    with pytest.raises(ConfigError, match="its run id is"):
+        RunDir.open(run.root)
