@@ -64,6 +64,8 @@ class Failed(msgspec.Struct):
     error: str
     poison: bool = False
     """A retry cannot succeed: set the prompt aside at once."""
+    hook: str = "postprocess"
+    """The hook in which it failed, for the record."""
 
 
 class Unusable(msgspec.Struct, frozen=True):

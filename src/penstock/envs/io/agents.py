@@ -184,7 +184,7 @@ class Agent:
             running.loop.call_soon_threadsafe(answers.set)
         if not answers.wait(BLOCKED_S):
             self._give_up_loop(running)
-            return ended.result(0.0)
+            return ended.result(BLOCKED_S)
         stands = _location(running)
         raise AgentLate(f"did not end within {self.timeout_s:g} s, and continues although it was cancelled{stands}")
 
@@ -230,10 +230,11 @@ class Agent:
         loop = late.loop
         assert loop is not None
         with self._lock:
+            if loop in self._blocked:
+                return  # all that were on it have ended
+            self._blocked.append(loop)
             if self._loop is loop:
                 self._loop = None
-            if loop not in self._blocked:
-                self._blocked.append(loop)
             stuck = [one for one in self._running.values() if one.loop is loop]
         with contextlib.suppress(RuntimeError):
             loop.call_soon_threadsafe(loop.stop)
@@ -243,7 +244,7 @@ class Agent:
         log.warning("%s blocked its event loop%s; it must await, or be a plain function", self.name, where)
         for one in stuck:
             blocked = f"blocked its event loop for longer than it may{where}; it must await, or be a plain function"
-            self._end(one, None, AgentLate(blocked) if one is guilty else LoopBlocked(f"{self.name} {blocked}"))
+            self._end(one, None, AgentLate(blocked) if one is guilty else LoopBlocked(f"another episode {blocked}"))
 
     # -- programs ------------------------------------------------------------------------------------------------------
 

@@ -65,6 +65,7 @@ class Verifiers:
                 "its interpreter in env.options.python"
             )
         self.id = id
+        self.name = f"agent 'verifiers:{id}'"
         self.alphabet = alphabet
         self.timeout_s = timeout_s
         settings = json.dumps({"id": id, "config": config or {}})

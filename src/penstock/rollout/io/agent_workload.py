@@ -23,6 +23,7 @@ from penstock.rollout.io.endpoint import Call, Endpoint
 from penstock.rollout.io.hook_calls import is_cancellation
 from penstock.rollout.io.language_workload import LanguageHooks, PreparedPrompt
 from penstock.rollout.settings import RolloutSection
+from penstock.runtime.named import described
 from penstock.runtime.stacks import thread_location
 
 LATE_S = 5.0
@@ -75,7 +76,8 @@ class AgentWorkload(LanguageHooks):
         """At most `threads` agents run concurrently. `progressed` receives what runs for longest. Other options as for
         `LanguageHooks`."""
         super().__init__(environment, engine, tokenizer, settings, **options)
-        self._name = getattr(environment, "name", f"agent {type(environment).__name__!r}")
+        played = f"{environment.play.__module__}:{environment.play.__qualname__}"
+        self._name = getattr(environment, "name", f"agent {played!r}")
         self._progressed = progressed
         self._threads = threads
         self._free_threads = asyncio.Semaphore(threads)
@@ -143,7 +145,7 @@ class AgentWorkload(LanguageHooks):
         try:
             return await self._episode(endpoint, position)
         except LoopBlocked as error:
-            return Failed(f"position {position}: {error}")
+            return Failed(f"{self._name}, position {position}: {error}", hook="generate")
 
     async def _episode(self, endpoint: Endpoint, position: int) -> Played | Failed | None:
         key, recorded = endpoint.open()
@@ -155,7 +157,7 @@ class AgentWorkload(LanguageHooks):
             if recorded.interrupted:
                 return None
             if recorded.failure:
-                return Failed(recorded.failure)
+                return Failed(recorded.failure, hook="generate")
             calls = [call for call in recorded.calls if not result.session or call.session == result.session]
             return Played(episode_of(calls), result)
         except (PeerLost, RunFailed, LoopBlocked):
@@ -168,9 +170,10 @@ class AgentWorkload(LanguageHooks):
             if recorded.interrupted:
                 return None
             if recorded.failure:
-                return Failed(recorded.failure)
-            reason = str(error) if isinstance(error, AgentLate) else traceback.format_exc()
-            return Failed(f"{self._name}, position {position}: {reason}")
+                return Failed(recorded.failure, hook="generate")
+            late = isinstance(error, AgentLate)
+            sentence = f"{self._name}, position {position}: {error if late else described(error)}"
+            return Failed(sentence if late else traceback.format_exc() + sentence, hook="generate")
         finally:
             endpoint.finish(key)
 

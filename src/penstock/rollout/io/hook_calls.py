@@ -327,7 +327,7 @@ class HookCalls:
             normalized = map(_normalized, outcomes)
             for sample, member, outcome in zip(work.lease.samples, work.lease.members, normalized, strict=True):
                 if isinstance(outcome, Failed):
-                    work.failures.append(failed_rollout(sample, "postprocess", outcome.error, outcome.poison))
+                    work.failures.append(failed_rollout(sample, outcome.hook, outcome.error, outcome.poison))
                 elif work.lease.evaluation is not None:
                     work.scores.append(self._scored(work, sample, member, outcome))
                 else:

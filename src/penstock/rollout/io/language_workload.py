@@ -390,7 +390,7 @@ class LanguageWorkload(LanguageHooks):
         except (Exception, asyncio.CancelledError) as error:  # fails this episode, recorded with its traceback
             if is_cancellation(error):
                 raise
-            return Failed(traceback.format_exc())
+            return Failed(traceback.format_exc(), hook="generate")
         finally:
             if key is not None:
                 self.engine.forget(key)
