@@ -203,7 +203,8 @@ def chat_request(body: bytes, sampling: Sampling) -> ChatRequest:
             raise Refused(400, reason, param=f"tools[{at}].type")
         _converted(tool, _Tool, f"tools[{at}]")
     if request.tool_choice not in ("auto", "none"):
-        raise Refused(400, f"'tool_choice' must be 'auto' or 'none': {_UNCONSTRAINED}", param="tool_choice")
+        reason = "'tool_choice' must be 'auto' or 'none': completions are not constrained, so a call cannot be forced"
+        raise Refused(400, reason, param="tool_choice")
     return request
 
 
