@@ -12,6 +12,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from running import letters, start, trained_steps
 from typer.testing import CliRunner, Result
 
 import penstock
@@ -387,3 +388,19 @@ def test_a_linked_checkpoint_of_a_foreign_run_is_not_exported(foreign: RunDir, t
     assert "links are not followed" in str(refused.exception)
     foreign.write_config(foreign.config_path.read_text())
     assert penstock_command("export", foreign.root, "--to", tmp_path / "exported").exit_code == 0
+
+
+@pytest.mark.slow
+def test_a_foreign_run_that_is_trusted_once_is_the_users_own(folder: Path):
+    running = start(folder, letters(folder, steps=5))
+    assert running.end()[0] == 0
+    run = RunDir.open(running.directory)
+    (run.root / "origin.json").unlink()
+    longer = ["--resume", run.root, "--set", "pipeline.letters.steps=6"]
+    code, said = start(folder, *longer).end()
+    assert code == 2
+    assert "--trust" in said
+    assert start(folder, *longer, "--trust").end()[0] == 0
+    assert trained_steps(run.root) == 6
+    assert start(folder, *longer[:-1], "pipeline.letters.steps=7").end()[0] == 0
+    assert trained_steps(run.root) == 7

@@ -27,7 +27,7 @@ KEY_BYTES = 32
 
 def mark(root: Path, run_id: str) -> None:
     """Marks the run as made by this user. Does nothing where the user can keep no key."""
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, RuntimeError):  # RuntimeError: this user has no home
         key = _read_key() or _make_key()
         if key is not None:
             codes = {"place": _place(key, root, run_id), "config": _config(key, root, run_id)}

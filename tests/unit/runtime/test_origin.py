@@ -83,6 +83,15 @@ def test_where_no_key_can_be_kept_runs_are_made_and_foreign(tmp_path: Path, monk
     assert not RunDir.create(tmp_path / "runs", "r", "", "0").is_own
 
 
+def test_a_user_without_a_home_makes_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def homeless(path: Path) -> Path:
+        raise RuntimeError("could not determine home directory")
+
+    monkeypatch.delenv("XDG_STATE_HOME")
+    monkeypatch.setattr(Path, "expanduser", homeless)
+    assert not RunDir.create(tmp_path / "runs", "r", "", "0").is_own
+
+
 def test_a_copy_of_another_owner_is_foreign(run: RunDir, tmp_path: Path):
     if os.geteuid() != 0:
         pytest.skip("giving a directory away needs root")
