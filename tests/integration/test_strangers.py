@@ -35,6 +35,8 @@ class Served:
     def __init__(self, **settings: Any) -> None:
         self.calls: list[tuple[bytes, bytes]] = []
         """Path and body of each request."""
+        self.answer = asyncio.Event()
+        self.answer.set()
         config = Config(
             self._app,  # type: ignore[arg-type]
             loop="none",
@@ -59,6 +61,7 @@ class Served:
         if scope["raw_path"] == b"/hangs":
             while (await receive())["type"] != "http.disconnect":
                 pass
+        await self.answer.wait()
         headers = [(b"content-length", b"%d" % len(body))]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": body})
@@ -178,9 +181,9 @@ async def say(port: int, pieces: list[bytes]) -> bytes:
     return heard
 
 
-async def test_whatever_a_stranger_says_is_bounded_and_ends(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+@pytest.fixture
+def parsed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Bytes of strangers that reached the parser, by call."""
     parsed: list[int] = []
     feed = http_guard.HttpToolsProtocol.data_received
 
@@ -190,6 +193,12 @@ async def test_whatever_a_stranger_says_is_bounded_and_ends(
         feed(protocol, data)
 
     monkeypatch.setattr(http_guard.HttpToolsProtocol, "data_received", counted)
+    return parsed
+
+
+async def test_whatever_a_stranger_says_is_bounded_and_ends(
+    parsed: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
     seeds, asked = range(90), 0
     scripts = [Grammar(seed).script() for seed in seeds]
     async with served(hello_s=0.5) as port, Client(port.port) as client:
@@ -255,6 +264,23 @@ async def test_strangers_are_limited_in_number_and_the_oldest_leave_first() -> N
             writer.close()
             with contextlib.suppress(OSError):
                 await writer.wait_closed()
+
+
+async def test_what_comes_before_the_answer_is_ready_is_dropped_unread(parsed: list[int]) -> None:
+    async with served() as port, Client(port.port) as client:
+        port.answer.clear()
+        reader, writer = await asyncio.open_connection("127.0.0.1", port.port)
+        writer.write(b"GET /slow HTTP/1.1\r\n\r\n" + b"GET /more HTTP/1.1\r\n\r\n" * 500_000)
+        await writer.drain()  # most of it was read, for no buffer holds it
+        port.answer.set()
+        with contextlib.suppress(OSError):
+            await reader.read()
+        writer.close()
+        with contextlib.suppress(OSError):
+            await writer.wait_closed()
+        await client.ask()
+        assert port.calls == [(b"/slow", b""), (b"/v1/call", b"hello")]
+        assert sum(parsed) < 100
 
 
 async def test_strangers_get_a_bounded_number_of_answers_and_clients_all_of_theirs() -> None:
@@ -359,6 +385,15 @@ def test_work_for_strangers_is_paced(echo: Callable[..., ThreadedPort], monkeypa
     assert sum(paused) > 0.1
 
 
+def test_clients_of_the_run_are_not_paced(echo: Callable[..., ThreadedPort], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listening, "STRANGERS_PER_S", 1e-3)
+    monkeypatch.setattr(listening, "STRANGERS_BURST", 10.0)
+    port = echo()
+    for _ in range(30):
+        with connect(port, b"secret") as client:
+            assert repeats(client)
+
+
 class FailsAtFirst(socket.socket):
     failures: list[OSError]
 
@@ -375,8 +410,8 @@ def door_of(failures: list[OSError]) -> tuple[Door, FailsAtFirst, list[bytes]]:
     admitted: list[bytes] = []
 
     def admit(connection: socket.socket, hello: bytes) -> None:
-        connection.close()
         admitted.append(hello)
+        connection.close()
 
     door = Door(listener, "failing", lambda data: True, admit, admit, limit_bytes=10, hello_s=10.0)
     return door, listener, admitted
