@@ -30,6 +30,7 @@ LOOPS_SHOWN = 3
 PARTS = ("step_s", "turn_s")
 """Parts of a step that the trainer runs in sequence; it fetches batches and publishes weights concurrently."""
 REWARD_WINDOW = 10
+"""Steps over which first and final rewards are averaged: single steps are noisy."""
 TYPES: dict[str, type | UnionType] = {
     **dict.fromkeys(("kind", "pipeline"), str),
     **dict.fromkeys(("step", "version", "staleness_max", "samples", "dropped"), int),
@@ -37,7 +38,6 @@ TYPES: dict[str, type | UnionType] = {
     **dict.fromkeys(("at", "reward", "staleness_mean", "eval/reward", "eval/reward_stderr", *PARTS), float | int),
 }
 """Types of the fields of `metrics.jsonl` that are read by name; each may be missing or null."""
-"""Steps over which first and final rewards are averaged: single steps are noisy."""
 
 
 @dataclass(slots=True)
@@ -127,9 +127,10 @@ def read_curves(metrics: Path) -> dict[str, Curve]:
             curve.staleness_max[entry["step"]] = entry["staleness_max"]
             if "at" in entry:
                 curve.took(entry["step"], entry)
-            trained, dropped = entry.get("samples") or 0, entry.get("dropped") or 0
-            long, late = (entry.get(f"{which}_length_mean") or 0.0 for which in ("completion", "dropped"))
-            curve.lengths[entry["step"]] = Lengths(trained, trained * long, dropped, dropped * late)
+            if (length := entry.get("completion_length_mean")) is not None:
+                trained, dropped = entry.get("samples") or 0, entry.get("dropped") or 0
+                late = dropped * (entry.get("dropped_length_mean") or 0.0)
+                curve.lengths[entry["step"]] = Lengths(trained, trained * length, dropped, late)
         elif entry.get("kind") == "evaluation" and entry.get("eval/reward") is not None:
             point = (entry["eval/reward"], entry.get("eval/reward_stderr") or 0.0)
             curves[entry["pipeline"]].evaluations[entry["version"]] = point
