@@ -55,7 +55,9 @@ class Bench:
             rewards, versions = (0.0, 0.0, 1.0, 1.0), (Version(0),) * 4
             groups.append(BatchGroup(PromptIndex(prompt), 0, ids, rewards, versions, (TOKENS,) * 4, refs))
         rings = (self.ring.address(host_id="here"),)
-        return self.offload.submit(self.feed.fetch_and_pack, Batch(StepIndex(step), tuple(groups)), rings).result(60)
+        share = self.offload.submit(self.feed.fetch_share, Batch(StepIndex(step), tuple(groups)), rings).result(60)
+        advantages = self.feed.advantages_of(share.groups, share.facts)
+        return self.offload.submit(self.feed.pack_share, share, advantages).result(60)
 
     def close(self) -> None:
         self.fetcher.close()

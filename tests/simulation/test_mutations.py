@@ -124,14 +124,14 @@ def test_a_skipped_digest_check(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_early_slot_release(monkeypatch: pytest.MonkeyPatch) -> None:
-    fetch = BatchLoader.fetch_and_pack
+    fetch = BatchLoader.fetch_share
 
     def released(self: BatchLoader, *arguments: Any) -> Any:
-        batch = fetch(self, *arguments)
-        batch.report.consumed()
-        return batch
+        share = fetch(self, *arguments)
+        share.report.consumed()
+        return share
 
-    monkeypatch.setattr(BatchLoader, "fetch_and_pack", released)
+    monkeypatch.setattr(BatchLoader, "fetch_share", released)
     assert "are missing" in outcome(plan(TRAINER_DIES))
 
 

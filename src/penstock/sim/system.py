@@ -74,7 +74,7 @@ TIMED = {
     "step": "step_s",
     "fetch": "fetch_weights_s",
     "publish": "publish_s",
-    "fetch_and_pack": "fetch_s",
+    "fetch_share": "fetch_s",
     "postprocess": "postprocess_s",
     "_write_checkpoint": "save_s",
     "_learner": "build_s",

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 
-from penstock.batch import columns
 from penstock.batch.advantage import Advantage, compute
 from penstock.batch.codec import decode
 from penstock.batch.pack import MicroBatch, PackSettings, pack
@@ -22,8 +23,8 @@ from penstock.records.payload import RingAddress
 from penstock.runtime.clock import monotonic
 from penstock.runtime.member import RunMember
 from penstock.runtime.offload import Offload
-from penstock.train.batch_metrics import figures_of
-from penstock.train.rank_calls import Prepared
+from penstock.train.batch_metrics import SampleFacts, facts_of, figures_of
+from penstock.train.rank_calls import Fetched
 from penstock.train.ranks import TrainerRanks
 from penstock.train.rollout_log import TrainedRollout
 from penstock.train.settings import TrainSection
@@ -32,6 +33,25 @@ from penstock.wire.messages import AskBatch, BatchReady, Complete, NotYet
 log = logging.getLogger(__name__)
 
 LONG_POLL_S = 10.0
+
+
+@dataclass(slots=True)
+class FetchedShare:
+    """A rank's share of a batch, as it was fetched."""
+
+    batch: Batch
+    groups: list[BatchGroup]
+    """Without those of `missing_prompts`."""
+    samples: list[dict[str, np.ndarray]]
+    facts: tuple[SampleFacts, ...]
+    missing_prompts: tuple[PromptIndex, ...]
+    missing_reason: str
+    report: FetchReport
+    took_s: float
+
+    @property
+    def prompts(self) -> tuple[PromptIndex, ...]:
+        return tuple(group.prompt for group in self.groups)
 
 
 @dataclass(slots=True)
@@ -53,7 +73,7 @@ class PreparedBatch:
     memory: list[np.ndarray]
     buffers: Buffers
     figures: dict[str, float]
-    """Metrics of its samples."""
+    """Metrics of the samples of all ranks; only rank 0 has them."""
     unfreed: list[FetchReport]
     """Of earlier steps, whose payloads are not freed yet; the same list in all batches of a loader."""
 
@@ -72,11 +92,6 @@ class PreparedBatch:
                 self.unfreed.remove(report)
         while self.memory:
             self.buffers.release(self.memory.pop())
-
-    @property
-    def prompts(self) -> tuple[PromptIndex, ...]:
-        """The groups to train, without those of `missing_prompts`."""
-        return tuple(group.prompt for group in self.groups)
 
     def trained(self) -> list[TrainedRollout]:
         """The samples, for the rollout log."""
@@ -116,11 +131,17 @@ class BatchLoader:
         self._buffers = Buffers()
         self._unfreed: list[FetchReport] = []
 
-    async def load(self, batch: Batch, rings: tuple[RingAddress, ...]) -> PreparedBatch:
-        """Fetches and packs in a background thread."""
-        return await self._offload.run(self.fetch_and_pack, batch, rings)
+    async def fetch(self, batch: Batch, rings: tuple[RingAddress, ...]) -> FetchedShare:
+        """In a background thread, like the next two."""
+        return await self._offload.run(self.fetch_share, batch, rings)
 
-    def fetch_and_pack(self, batch: Batch, rings: tuple[RingAddress, ...]) -> PreparedBatch:
+    async def judge(self, groups: Sequence[BatchGroup], facts: Sequence[SampleFacts]) -> np.ndarray:
+        return await self._offload.run(self.advantages_of, groups, facts)
+
+    async def pack(self, share: FetchedShare, advantages: np.ndarray) -> PreparedBatch:
+        return await self._offload.run(self.pack_share, share, advantages)
+
+    def fetch_share(self, batch: Batch, rings: tuple[RingAddress, ...]) -> FetchedShare:
         began = monotonic()
         report = self._fetcher.fetch((ref for group in batch.groups for ref in group.payloads), rings)
         kept = [group for group in batch.groups if report.missing.keys().isdisjoint(group.payloads)]
@@ -129,44 +150,52 @@ class BatchLoader:
         if missing:
             log.warning("step %d: payloads of %d prompts are missing (%s)", batch.step, len(missing), reason)
         samples = [decode(report.views[ref]) for group in kept for ref in group.payloads]
-        lengths = [length for group in kept for length in group.lengths]
-        truncated = np.array([columns.truncated(sample) for sample in samples], bool)
-        unscored = np.array([columns.unscored(sample) for sample in samples], bool)
-        rewards = np.array([reward for group in kept for reward in group.rewards], np.float64)
+        facts = tuple(facts_of(sample) for sample in samples)
+        return FetchedShare(batch, kept, samples, facts, missing, reason, report, monotonic() - began)
+
+    def advantages_of(self, groups: Sequence[BatchGroup], facts: Sequence[SampleFacts]) -> np.ndarray:
+        """Of all samples of a whole batch, whichever rank trains them. `facts` are those of its groups, in order."""
+        lengths = [length for group in groups for length in group.lengths]
+        truncated = np.array([one.truncated for one in facts], bool)
+        unscored = np.array([one.unscored for one in facts], bool)
+        rewards = np.array([reward for group in groups for reward in group.rewards], np.float64)
         rewards -= overlong(
-            lengths,
+            [one.longest_turn for one in facts],
             truncated,
             limit=self._max_new_tokens,
             tokens=self._train.overlong_tokens,
             penalty=self._train.overlong_penalty,
         )
-        sizes = [len(group.samples) for group in kept]
-        advantages = advantages_of_scored(self._advantage, rewards, sizes, lengths, truncated, unscored)
+        sizes = [len(group.samples) for group in groups]
+        return advantages_of_scored(self._advantage, rewards, sizes, lengths, truncated, unscored)
+
+    def pack_share(self, share: FetchedShare, advantages: np.ndarray) -> PreparedBatch:
+        began = monotonic()
         memory: list[np.ndarray] = []
 
         def allocate(size_bytes: int) -> np.ndarray:
             memory.append(self._buffers.take(size_bytes))
             return memory[-1]
 
-        left_out = unscored | truncated if self._train.truncated == "mask" else unscored
-        micro_batches = pack(
-            masked(samples, left_out), advantages, self._settings, spread=self._offload.map, allocate=allocate
-        )
+        mask = self._train.truncated == "mask"
+        left_out = np.array([one.unscored or (mask and one.truncated) for one in share.facts], bool)
+        samples = masked(share.samples, left_out)
+        micro_batches = pack(samples, advantages, self._settings, spread=self._offload.map, allocate=allocate)
         return PreparedBatch(
-            batch.step,
+            share.batch.step,
             micro_batches,
-            kept,
-            samples,
+            share.groups,
+            share.samples,
             advantages,
-            missing,
-            reason,
-            report,
+            share.missing_prompts,
+            share.missing_reason,
+            share.report,
             0.0,
-            monotonic() - began,
-            batch.final,
+            share.took_s + monotonic() - began,
+            share.batch.final,
             memory,
             self._buffers,
-            figures_of(kept, samples),
+            {},
             self._unfreed,
         )
 
@@ -193,22 +222,28 @@ class DataLoader:
         if ready is None:
             return None
         answered_s = monotonic() - began
-        share, answers = self._ranks.prepare(ready.batch, ready.rings)
-        own = await self._loader.load(share, ready.rings)
-        own.answered_s = answered_s
-        prepared = [*own.prompts, *own.missing_prompts]
+        share, answers = self._ranks.fetch(ready.batch, ready.rings)
+        own = await self._loader.fetch(share, ready.rings)
+        shares: list[FetchedShare | Fetched] = [own]
         for answer in answers:
             other = await answer
-            assert isinstance(other, Prepared)
-            prepared += (*other.prompts, *other.missing_prompts)
-            own.missing_prompts += other.missing_prompts
-            own.missing_reason = own.missing_reason or other.missing_reason
+            assert isinstance(other, Fetched)
+            shares.append(other)
         given = sorted(group.prompt for group in ready.batch.groups)
-        if sorted(prepared) != given:
-            raise InvalidTransition(f"step {step} has prompts {given}, but its ranks prepared {sorted(prepared)}")
-        if answers:
-            own.figures["tokens"] = float(sum(sum(group.lengths) for group in ready.batch.groups))
-        return own
+        fetched = sorted(prompt for one in shares for prompt in (*one.prompts, *one.missing_prompts))
+        if fetched != given:
+            raise InvalidTransition(f"step {step} has prompts {given}, but its ranks fetched {fetched}")
+        whole = WholeBatch(ready.batch.groups, shares)
+        mine, *others = whole.split(await self._loader.judge(whole.groups, whole.facts))
+        answers = self._ranks.pack(step, others)
+        prepared = await self._loader.pack(own, mine)
+        for answer in answers:
+            await answer
+        prepared.answered_s = answered_s
+        prepared.figures = figures_of(whole.groups, whole.facts)
+        prepared.missing_prompts = tuple(prompt for one in shares for prompt in one.missing_prompts)
+        prepared.missing_reason = next((one.missing_reason for one in shares if one.missing_reason), "")
+        return prepared
 
     async def _request(self, step: StepIndex) -> BatchReady | None:
         process = self._process
@@ -234,6 +269,28 @@ class DataLoader:
                 case _:
                     raise RemoteProtocolError(f"the controller answered a request for a batch with {reply!r}")
         return None
+
+
+class WholeBatch:
+    """The groups of a batch that any rank has fetched, in the order of the batch, however it was shared out."""
+
+    def __init__(self, groups: Sequence[BatchGroup], shares: Sequence[FetchedShare | Fetched]) -> None:
+        self._shares = shares
+        self._sizes = {group.prompt: len(group.samples) for group in groups}
+        facts: dict[PromptIndex, list[SampleFacts]] = {}
+        for share in shares:
+            remaining = iter(share.facts)
+            facts |= {prompt: list(islice(remaining, self._sizes[prompt])) for prompt in share.prompts}
+        self.groups = [group for group in groups if group.prompt in facts]
+        self.facts = [one for group in self.groups for one in facts[group.prompt]]
+
+    def split(self, advantages: np.ndarray) -> list[np.ndarray]:
+        """Those of the samples of each share."""
+        remaining = iter(advantages.tolist())
+        parts = {group.prompt: list(islice(remaining, len(group.samples))) for group in self.groups}
+        return [
+            np.array([one for prompt in share.prompts for one in parts[prompt]], np.float32) for share in self._shares
+        ]
 
 
 def advantages_of_scored(

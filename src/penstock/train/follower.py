@@ -7,6 +7,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,13 +16,15 @@ from penstock.runtime.offload import Offload
 from penstock.runtime.tasks import Tasks
 from penstock.runtime.tensors import device_bytes
 from penstock.train import checkpoint
-from penstock.train.data import BatchLoader, PreparedBatch
+from penstock.train.data import BatchLoader, FetchedShare, PreparedBatch
 from penstock.train.objectives import PriorLogprobs
 from penstock.train.rank_calls import (
     Answer,
     Consume,
     Done,
     End,
+    Fetch,
+    Fetched,
     Frames,
     MovedOut,
     MoveIn,
@@ -29,8 +32,7 @@ from penstock.train.rank_calls import (
     NumberedAnswer,
     NumberedOrder,
     Order,
-    Prepare,
-    Prepared,
+    Pack,
     Save,
     Score,
     Snapshot,
@@ -63,6 +65,8 @@ class Follower:
         self._training = training
         self._writing = writing
         self._frames = frames
+        self._shares: dict[StepIndex, FetchedShare] = {}
+        """Fetched and not packed."""
         self._batches: dict[StepIndex, PreparedBatch] = {}
         self._scores: dict[StepIndex, list[PriorLogprobs]] = {}
         self._snapshots: dict[Version, Future[dict[str, Tensor]]] = {}
@@ -83,10 +87,13 @@ class Follower:
     async def _done(self, order: Order) -> Answer:
         learner, training = self._learner, self._training
         match order:
-            case Prepare(batch=batch, rings=rings):
-                prepared = await self._loader.load(batch, rings)
-                self._batches[batch.step] = prepared
-                return Prepared(prepared.prompts, prepared.missing_prompts, prepared.missing_reason)
+            case Fetch(batch=batch, rings=rings):
+                share = await self._loader.fetch(batch, rings)
+                self._shares[batch.step] = share
+                return Fetched(share.prompts, share.missing_prompts, share.missing_reason, share.facts)
+            case Pack(step=step, advantages=advantages):
+                packed = await self._loader.pack(self._shares.pop(step), np.array(advantages, np.float32))
+                self._batches[step] = packed
             case Score(step=step):
                 self._scores[step] = await training.run(learner.score, self._batches[step].micro_batches)
             case Train(step=step):

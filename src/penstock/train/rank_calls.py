@@ -15,6 +15,7 @@ from penstock.errors import PeerLost, RemoteProtocolError
 from penstock.records.batch import Batch
 from penstock.records.ids import PromptIndex, StepIndex, Version
 from penstock.records.payload import RingAddress
+from penstock.train.batch_metrics import SampleFacts
 from penstock.train.objectives import Part
 from penstock.wire.codec import DAMAGED
 
@@ -34,20 +35,29 @@ class TrainerRankAssignment(msgspec.Struct):
     """The verified checkpoint to resume from; empty for none."""
 
 
-class Prepare(msgspec.Struct, tag=True, frozen=True):
-    """Fetch and pack this share of the batch of a step."""
+class Fetch(msgspec.Struct, tag=True, frozen=True):
+    """Fetch this share of the batch of a step."""
 
     batch: Batch
     rings: tuple[RingAddress, ...]
 
 
-class Prepared(msgspec.Struct, tag=True, frozen=True):
-    """A share is ready."""
+class Fetched(msgspec.Struct, tag=True, frozen=True):
+    """A share is here."""
 
     prompts: tuple[PromptIndex, ...]
     """Its groups, without those of `missing_prompts`."""
     missing_prompts: tuple[PromptIndex, ...]
     missing_reason: str
+    facts: tuple[SampleFacts, ...]
+    """Of every sample of `prompts`, in order."""
+
+
+class Pack(msgspec.Struct, tag=True, frozen=True):
+    """Pack the fetched share of a step, with these advantages of its samples."""
+
+    step: StepIndex
+    advantages: tuple[float, ...]
 
 
 class Score(msgspec.Struct, tag=True, frozen=True):
@@ -107,8 +117,8 @@ class End(msgspec.Struct, tag=True, frozen=True):
     """No order will follow."""
 
 
-Order = Prepare | Score | Train | Consume | Snapshot | WriteParts | Save | MoveIn | MoveOut | End
-Answer = Prepared | MovedOut | Done
+Order = Fetch | Pack | Score | Train | Consume | Snapshot | WriteParts | Save | MoveIn | MoveOut | End
+Answer = Fetched | MovedOut | Done
 
 
 class NumberedOrder(msgspec.Struct, array_like=True):

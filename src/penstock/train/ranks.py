@@ -9,15 +9,17 @@ import asyncio
 import itertools
 import logging
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import wraps
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
+import numpy as np
+
 from penstock.errors import PeerLost
 from penstock.records.batch import Batch
-from penstock.records.ids import Version
+from penstock.records.ids import StepIndex, Version
 from penstock.records.payload import RingAddress
 from penstock.runtime.member import RunMember
 from penstock.runtime.offload import Offload
@@ -26,11 +28,12 @@ from penstock.runtime.tasks import Tasks
 from penstock.train.rank_calls import (
     Answer,
     End,
+    Fetch,
     Frames,
     NumberedAnswer,
     NumberedOrder,
     Order,
-    Prepare,
+    Pack,
     Snapshot,
     TrainerRankAssignment,
     WriteParts,
@@ -154,10 +157,14 @@ class TrainerRanks:
 
     # -- outside the training thread --------------------------------------------------------------------------------
 
-    def prepare(self, batch: Batch, rings: tuple[RingAddress, ...]) -> tuple[Batch, list[asyncio.Future[Answer]]]:
+    def fetch(self, batch: Batch, rings: tuple[RingAddress, ...]) -> tuple[Batch, list[asyncio.Future[Answer]]]:
         """Sends every other rank its share of a batch. Returns this rank's share and the others' future answers."""
         own, *shares = shares_of(batch, self.count)
-        return own, [self._send(index, Prepare(share, rings)) for index, share in enumerate(shares)]
+        return own, [self._send(index, Fetch(share, rings)) for index, share in enumerate(shares)]
+
+    def pack(self, step: StepIndex, advantages: Sequence[np.ndarray]) -> list[asyncio.Future[Answer]]:
+        """Sends every other rank the advantages of the samples that it fetched. Returns their future answers."""
+        return [self._send(index, Pack(step, tuple(one.tolist()))) for index, one in enumerate(advantages)]
 
     def snapshot(self, version: Version, writing: Version | None) -> None:
         """Every other rank copies its weights after all earlier orders, and keeps the copy that is being written."""

@@ -33,7 +33,8 @@ class TrainSection(StepSection):
     """Completions that were cut off at the token limit: train on them, or mask their tokens in the loss. Their rewards
     count in their group's advantages either way."""
     overlong_tokens: Annotated[NonNegative, LANGUAGE_ONLY] = 0
-    """Tokens before `rollout.max_new_tokens` over which the reward falls linearly, by up to `overlong_penalty`."""
+    """Tokens before `rollout.max_new_tokens` over which the reward falls linearly, by up to `overlong_penalty`. Over
+    several turns, the longest one counts."""
     overlong_penalty: Annotated[NonNegativeFloat, LANGUAGE_ONLY] = 1.0
     """With `overlong_tokens`: subtracted from the reward of a completion of the full length."""
     tokens_per_micro_batch: Annotated[Positive | None, LANGUAGE_ONLY] = None

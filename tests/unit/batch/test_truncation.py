@@ -5,7 +5,7 @@ import pytest
 
 from penstock.batch import advantage
 from penstock.batch.columns import truncated
-from penstock.batch.truncation import masked, overlong
+from penstock.batch.truncation import longest_turn, masked, overlong
 
 
 def sample(cut: int | None) -> dict[str, np.ndarray]:
@@ -28,6 +28,30 @@ def test_rewards_fall_over_the_last_tokens() -> None:
     assert not overlong([60, 80, 95, 100], cut, limit=100, tokens=0, penalty=1.0).any()
 
 
+def conversation(*turns: int, branches: list[list[int]] | None = None) -> dict[str, np.ndarray]:
+    """A prompt of 3 tokens, and replies of 2 between turns of these lengths; without replies if there are branches."""
+    between = [] if branches else [0, 0]
+    mask = [0, 0, 0] + [one for turn in turns for one in [*[1] * turn, *between]]
+    arrays = {"token_ids": np.zeros(len(mask), np.int32), "loss_mask": np.array(mask, np.uint8)}
+    return arrays | ({"branches": np.array(branches, np.int32)} if branches else {})
+
+
+@pytest.mark.parametrize(
+    ("sample", "longest"),
+    [
+        (conversation(7), 7),
+        (conversation(4, 9, 2), 9),
+        (conversation(4, 9, branches=[[0, 0, 7], [1, 0, 3], [1, 7, 16]]), 9),
+        (conversation(), 0),
+        ({"observations": np.zeros((5, 2))}, 0),
+        ({"token_ids": np.zeros(0, np.int32), "loss_mask": np.zeros(0, np.uint8)}, 0),
+        (conversation(4, branches=[[0, -5, 900]]), 4),
+    ],
+)
+def test_the_longest_turn_is_that_of_one_completion(sample: dict[str, np.ndarray], longest: int) -> None:
+    assert longest_turn(sample) == longest
+
+
 def test_an_advantage_is_told_what_it_asks_for() -> None:
     def shaped(rewards: np.ndarray, group_sizes: np.ndarray, lengths: np.ndarray, truncated: np.ndarray) -> np.ndarray:
         assert group_sizes.tolist() == [2]
@@ -35,4 +59,6 @@ def test_an_advantage_is_told_what_it_asks_for() -> None:
 
     cut = np.array([True, False])
     assert advantage.compute(shaped, [5.0, 5.0], [2], [1, 2], cut).tolist() == [3.0, 3.0]
-    assert advantage.compute(advantage.grpo, [1.0, 0.0], [2], [1, 2], cut).tolist() == pytest.approx([1, -1], rel=1e-3)
+    assert advantage.compute(advantage.grpo, [1.0, 0.0], [2], [1, 2], cut).tolist() == pytest.approx(
+        [0.7071, -0.7071], rel=1e-3
+    )

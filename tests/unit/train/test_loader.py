@@ -62,7 +62,8 @@ def loaded(threads: Offload, **train: Any) -> tuple[np.ndarray, TokenMicroBatch]
     loader = BatchLoader(
         fetcher, threads, dr_grpo, PackSettings(layout="padded"), TrainSection(**train), max_new_tokens=10
     )
-    prepared = loader.fetch_and_pack(Batch(StepIndex(0), (group,)), ())
+    share = loader.fetch_share(Batch(StepIndex(0), (group,)), ())
+    prepared = loader.pack_share(share, loader.advantages_of(share.groups, share.facts))
     (batch,) = prepared.micro_batches
     assert isinstance(batch, TokenMicroBatch)
     return prepared.advantages, batch
@@ -91,3 +92,29 @@ def test_rewards_fall_with_length_before_they_are_compared(threads: Offload) -> 
     shaped = np.array([1.0, 1.0 - 0.2, 0.5 - 0.4])
     assert advantages.tolist() == pytest.approx([*(shaped - shaped.mean()), 0])
     assert trained_lengths(batch) == [0, 2, 8, 10]
+
+
+def test_each_turn_has_the_whole_limit(threads: Offload) -> None:
+    """Three turns of 4 tokens are further from the limit of 10 than one of 9."""
+    masks = [[0, 1, 1, 1, 1] * 3, [0, 1, 1, 1, 1, 1, 1, 1, 1, 1]]
+    bodies = [
+        bytes(
+            encode(
+                {
+                    "token_ids": np.arange(len(mask), dtype=np.int32),
+                    "loss_mask": np.array(mask, np.uint8),
+                    "logprobs": np.full(len(mask), -1.0, np.float32),
+                }
+            )
+        )
+        for mask in masks
+    ]
+    refs = tuple(PayloadRef("ring", 0, slot, 0, len(one), 0) for slot, one in enumerate(bodies))
+    group = BatchGroup(
+        PromptIndex(0), 0, (SampleId(0), SampleId(1)), (1.0, 1.0), (Version(0), Version(0)), (12, 9), refs
+    )
+    fetcher: Any = Fetched(dict(zip(refs, bodies, strict=True)))
+    train = TrainSection(overlong_tokens=4, overlong_penalty=1.0)
+    loader = BatchLoader(fetcher, threads, dr_grpo, PackSettings(layout="padded"), train, max_new_tokens=10)
+    share = loader.fetch_share(Batch(StepIndex(0), (group,)), ())
+    assert loader.advantages_of(share.groups, share.facts).tolist() == pytest.approx([0.375, -0.375])
