@@ -143,6 +143,9 @@ def pack_tokens(
     limit = settings.micro_batch_tokens
     if settings.micro_batches > 1:
         total = sum(sequence.tokens for sequence in sequences)
+        if share:
+            whole = plan_forests(samples, sequences, limit, share=True)
+            total = sum(node.end - node.start for nodes, _ in whole for node in nodes)
         limit = min(limit, -(-total // settings.micro_batches))
     while True:
         if settings.layout == "padded":
