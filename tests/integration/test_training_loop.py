@@ -15,10 +15,11 @@ from penstock.sim.loop import virtual_loop
 from penstock.train.loop import TrainingLoop
 from penstock.train.rank_calls import Save, Train
 from penstock.train.settings import CheckpointSection
-from penstock.wire.messages import AckStep, Ok
+from penstock.wire.messages import AckCheckpoint, AckStep, Ok
 
 STEP_S = 10.0
 FETCH_S = 1.0
+PUBLISH_S = 60.0
 
 
 @dataclass
@@ -29,6 +30,8 @@ class Scene:
     answer_s: float
     batches: int = 3
     stop_in_step: int | None = None
+    durable_s: float = 0.5
+    """How long it takes until the version of a checkpoint is published and flushed; at most `PUBLISH_S`."""
     learner: SimpleNamespace = field(
         default_factory=lambda: SimpleNamespace(
             steps=0, step=None, scored_by=(), policy=SimpleNamespace(named_tensors=dict, snapshot=dict)
@@ -36,6 +39,7 @@ class Scene:
     )
     stop: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(requested=False))
     acknowledged: list[AckStep] = field(default_factory=list)
+    calls: list[Any] = field(default_factory=list)
     saved: list[int] = field(default_factory=list)
 
     async def prepare(self, step: StepIndex) -> Any:
@@ -57,6 +61,7 @@ class Scene:
         return {}, []
 
     async def call(self, request: Any) -> Ok:
+        self.calls.append(request)
         if isinstance(request, AckStep):
             self.acknowledged.append(request)
         return Ok()
@@ -71,12 +76,16 @@ class Scene:
         client: Any = SimpleNamespace(call=self.call, pipeline="p")
         learner: Any = self.learner
         data: Any = SimpleNamespace(prepare=self.prepare, awaited=False)
-        publishing: Any = SimpleNamespace(publish=done, make_durable=done, offer=lambda *_: None, last_s=0.0)
+
+        async def make_durable(*_: Any) -> None:
+            await asyncio.sleep(self.durable_s)
+
+        publishing: Any = SimpleNamespace(publish=done, make_durable=make_durable, offer=lambda *_: None, last_s=0.0)
         turns: Any = SimpleNamespace(take=done, release=done, waited_s=0.0)
         ranks: Any = SimpleNamespace(together=self.together, send_all=lambda order: None)
         rollouts: Any = SimpleNamespace(writes=lambda step: False)
         settings = CheckpointSection(every_steps=100)
-        return TrainingLoop(process, client, learner, data, publishing, turns, ranks, rollouts, settings, 1.0)
+        return TrainingLoop(process, client, learner, data, publishing, turns, ranks, rollouts, settings, PUBLISH_S)
 
     def run(self) -> None:
         async def main() -> None:
@@ -102,3 +111,15 @@ def test_only_the_time_after_the_step_before_is_a_wait(tmp_path: Path, answer_s:
     assert first["wait_s"] == answer_s + FETCH_S
     assert [one["wait_s"] for one in later] == [idle_s, idle_s]
     assert [(one["batch_s"], one["fetch_s"], one["step_s"]) for one in later] == [(answer_s, FETCH_S, STEP_S)] * 2
+
+
+def test_a_publication_that_never_ends_ends_the_trainer(tmp_path: Path) -> None:
+    scene = Scene(tmp_path, answer_s=4.0, batches=2, durable_s=1e6)
+    with pytest.raises(TimeoutError):
+        scene.run()
+    assert len(scene.acknowledged) == 2
+    assert scene.saved == [2], "the checkpoint was written, and never reported"
+    assert not any(isinstance(call, AckCheckpoint) for call in scene.calls)
+    slow = Scene(tmp_path, answer_s=4.0, batches=2, durable_s=PUBLISH_S - 1)
+    slow.run()
+    assert any(isinstance(call, AckCheckpoint) for call in slow.calls)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from pydantic import ValidationError
@@ -93,3 +94,21 @@ def test_offloading_is_for_one_rank() -> None:
             PipelineSection.model_validate(table | {"train": train, "optimizer": {"offload": True}})
         with pytest.raises(ValidationError, match="needs whole matrices"):
             PipelineSection.model_validate(table | {"train": train, "optimizer": {"name": "torch.optim:Adafactor"}})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_learner_that_moves_off_its_device_keeps_no_gradient(dtype: torch.dtype) -> None:
+    """A gradient that was left behind would hold device memory, and would count in the next update."""
+    stray, plain = learner(dtype), learner(dtype)
+    work = stray.objective.prepare(batches(7), stray.score(batches(7)), torch.device("cpu"))
+    for loss, _ in work.losses(np.arange(work.units), work.totals):
+        loss.backward()
+    held = [p.grad for p in stray.policy.module.parameters()] + list(stray._optimizer._sums.values())
+    assert any(gradient is not None for gradient in held)
+    stray.offload()
+    assert all(p.grad is None for p in stray.policy.module.parameters())
+    assert not stray._optimizer._sums
+    for one in (stray, plain):
+        one.step(batches(1))
+    for found, wanted in zip(stray.policy.module.parameters(), plain.policy.module.parameters(), strict=True):
+        assert torch.equal(found, wanted)
