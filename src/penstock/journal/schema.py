@@ -15,6 +15,7 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 
@@ -60,7 +61,11 @@ class Entry(msgspec.Struct, frozen=True, array_like=True):
 
 
 _encode_entries = msgspec.msgpack.Encoder().encode
-_decode_entries = msgspec.msgpack.Decoder(list[Entry]).decode
+MOST_EVENTS = 1 << 20
+MOST_BYTES = 1 << 30
+"""Bounds of one block, far above those of the writer: a small file must not fill the memory of its reader."""
+
+_decode_entries = msgspec.msgpack.Decoder(Annotated[list[Entry], msgspec.Meta(max_length=MOST_EVENTS)]).decode
 
 
 def checksum(body: bytes, *columns: object) -> int:
@@ -80,9 +85,17 @@ def unpack(path: Path, row: Row) -> list[Entry]:
     if not isinstance(body, bytes) or checksum(body, first, last, packed) != expected:
         raise damaged(path, f"events {first} to {last}", "their checksum does not match")
     try:
-        return _decode_entries(zlib.decompress(body) if packed else body)
+        return _decode_entries(_decompressed(body) if packed else body)
     except (zlib.error, *DAMAGED) as error:
         raise damaged(path, f"events {first} to {last}", str(error)) from error
+
+
+def _decompressed(body: bytes) -> bytes:
+    decompressor = zlib.decompressobj()
+    text = decompressor.decompress(body, MOST_BYTES)
+    if not decompressor.eof:
+        raise zlib.error(f"it is cut short, or has more than {MOST_BYTES} bytes")
+    return text
 
 
 def check_snapshot(path: Path, seq: int, pipeline: str, expected: int, body: bytes) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from penstock.errors import ConfigError, LocalProtocolError, RunFailed
+from penstock.journal import schema
 from penstock.journal.reader import history, replay
 from penstock.journal.schema import Entry, create, pack, unpack
 from penstock.journal.writer import Journal
@@ -192,6 +193,22 @@ def test_blocks_survive_packing(path: Path) -> None:
     entries = [Entry(1, A, 0.5, b"x", b"y"), Entry(2, A, 0.75, b"")]
     for compress in (False, True):
         assert unpack(path, pack(entries, compress=compress)) == entries
+
+
+def test_a_small_block_does_not_fill_the_memory(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    many = pack([Entry(number, A, 1.0, bytes(1 << 20)) for number in range(1, 4)], compress=True)
+    assert len(many[4]) < 1 << 14
+    assert len(unpack(path, many)) == 3
+    monkeypatch.setattr(schema, "MOST_BYTES", 1 << 21)
+    with pytest.raises(RunFailed, match="more than 2097152 bytes"):
+        unpack(path, many)
+
+
+def test_a_block_of_too_many_events_is_not_read(path: Path) -> None:
+    body = b"\xdd" + (schema.MOST_EVENTS + 1).to_bytes(4, "big")  # the header of an array; its events do not follow
+    first, last = 1, schema.MOST_EVENTS + 1
+    with pytest.raises(RunFailed, match="length <= 1048576"):
+        unpack(path, (first, last, 0, schema.checksum(body, first, last, 0), body))
 
 
 def test_two_writers_are_refused(journal: Journal, path: Path) -> None:
