@@ -255,12 +255,13 @@ class Agent:
             "PENSTOCK_POSITION": str(available["position"]),
             "PENSTOCK_SEED": str(available["seed"]),
         }
-        with self._lock:
+        program = Program(self.command, self._variables | variables)
+        with self._lock:  # not while it starts: the worker's loop takes this lock
+            running.program = program
             if running.cancelled:
-                raise InterruptedError("the episode was cancelled before its program was started")
-            running.program = Program(self.command, self._variables | variables)
+                program.cancel()
         try:
-            ended = running.program.run(self.timeout_s)
+            ended = program.run(self.timeout_s)
         except TimeoutError as error:
             raise AgentLate(str(error)) from None
         if ended.exit_code:

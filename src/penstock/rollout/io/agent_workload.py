@@ -53,6 +53,7 @@ class _Playing(msgspec.Struct, eq=False):
     began: float
     thread: threading.Thread
     returned: Future[AgentResult]
+    given_up: bool = False
 
 
 class AgentWorkload(LanguageHooks):
@@ -201,6 +202,7 @@ class AgentWorkload(LanguageHooks):
             finally:
                 self._playing.discard(playing)
                 if not playing.returned.done():
+                    playing.given_up = True
                     self._left.append(playing)
                     getattr(environment, "cancel", lambda key: None)(key)
 
@@ -210,6 +212,8 @@ class AgentWorkload(LanguageHooks):
         returned.set_running_or_notify_cancel()  # it cannot be cancelled
 
         def play() -> None:
+            if playing.given_up:
+                return returned.set_exception(Aborted("the episode ended before it was started"))
             try:
                 result = environment.play(base_url, key, position)
             except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001 - raised where the result is awaited
@@ -219,9 +223,17 @@ class AgentWorkload(LanguageHooks):
             else:
                 returned.set_result(result)
 
+        def start() -> None:
+            try:
+                thread.start()
+            except RuntimeError as error:  # the system allows no more threads
+                returned.set_exception(error)
+
         thread = threading.Thread(target=play, name=f"agent {position}", daemon=True)
-        thread.start()
-        return _Playing(key, position, time.monotonic(), thread, returned)
+        playing = _Playing(key, position, time.monotonic(), thread, returned)
+        # Starting a thread waits for it, and it waits for the GIL while others start their programs.
+        asyncio.get_running_loop().run_in_executor(None, start)
+        return playing
 
     def postprocess(self, prepared: PreparedPrompt, generated: Sequence[Any]) -> list[Outcome]:
         return [self._finished(made) if isinstance(made, Played) else made for made in generated]
