@@ -74,6 +74,15 @@ def test_a_process_that_dies_again_and_again_is_started_at_a_bounded_pace(target
     assert pauses[:6] == ["0.5 s", "1 s", "2 s", "4 s", "8 s", "10 s"]
 
 
+def test_a_worker_that_dies_again_and_again_hides_no_stall() -> None:
+    """If its starts counted as progress, the diagnosis of a trainer that hangs would come late or never."""
+    hung = Fault(10.0, "hang_trainer", for_s=2.0)
+    dying = Fault(12.0, "crash_loop", "p0.rollout.1", for_s=150.0, amount=2.0)
+    report = simulate(Plan(seed=3, steps=20, faults=(hung, dying), settings={"control.wedged_after_s": 120.0}))
+    assert report.complete
+    assert (report.first_logged("p0: stalled for") or 1e9) < 10.0 + 60.0 + 20.0
+
+
 def test_losses_count_within_a_window_and_not_for_ever() -> None:
     """A worker is lost every 20 s. Two losses in 30 s are allowed: the run goes on. Two in an hour: it fails."""
     lost = tuple(Fault(at_s, "lose_host", WORKERS[0]) for at_s in range(10, 90, 20))

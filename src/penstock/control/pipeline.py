@@ -195,7 +195,9 @@ class PipelineControl:
         state.revision += 1
         state.last_event_at = now
         if not isinstance(event, _NO_PROGRESS):
-            state.progressed_at = now
+            # Workers that come and go make no progress: one that dies again and again would hide a stall.
+            if not isinstance(event, Unregister) and not (isinstance(event, Register) and event.role == "rollout"):
+                state.progressed_at = now
             if not isinstance(event, _OF_NO_MEMBER):
                 self.members.record_call(event.member, now)
         can_lease, lacks = self._watch(effects, now), self.evaluation.lacks_evaluator

@@ -76,6 +76,19 @@ def test_a_trainer_that_keeps_its_batch_is_named(drive):
     assert "The trainer t has held the batch of step 0 for 6" in line
 
 
+def test_a_worker_that_dies_again_and_again_hides_no_stall(drive):
+    d = drive(stall_after_s=60, max_staleness=0)
+    d.join("w")
+    d.lease(4)
+    seen = beating(d, 40, "w", "t", doing="generate", stuck="w")
+    for life in range(2):
+        d.send(messages.Register(P, f"v{life}", role="rollout", pid=1, host_id="h"))
+        seen += beating(d, 10, "w", "t", f"v{life}", doing="generate", stuck="w")
+        d.send(messages.Unregister(P, f"v{life}", "killed", died=True))
+        seen += beating(d, 2, "w", "t", doing="generate", stuck="w")
+    assert [line.partition(" s: ")[0] for line in lines(seen)] == ["p: stalled for 61"]
+
+
 def test_a_long_step_is_no_stall_while_the_trainer_gets_on_with_it(drive):
     d = drive(stall_after_s=20, stall_fail_after_s=50, max_staleness=0)
     d.join("w")
