@@ -19,6 +19,7 @@ import msgspec
 import psutil
 import pytest
 
+from penstock.engines.vllm.leftovers import homes_in, remove_leftovers
 from penstock.journal.reader import history
 from penstock.payload.io.leftovers import sweep
 from penstock.runtime.rundir import RunDir
@@ -217,6 +218,7 @@ def no_leftovers(folder: Path) -> Iterator[None]:
         wait_for(lambda: not left_behind(folder), 10, f"all processes of {folder} to end")
         for marker in folder.glob("runs/*/run.json"):
             assert sweep(RunDir.open(marker.parent).run_id) == [], "shared memory was left behind"
+            assert remove_leftovers(homes_in(marker.parent)) == [], "a vLLM server left something behind"
     finally:
         while _started:  # one test that failed must not disturb the next
             with _started.pop() as process:

@@ -20,6 +20,7 @@ from asyncio.subprocess import DEVNULL, Process
 import psutil
 
 from penstock.config.run import Config
+from penstock.engines.vllm.leftovers import homes_in, remove_leftovers
 from penstock.launch.forkserver import ForkedProcess, ForkServer
 from penstock.launch.gpus import gpu_environment, gpus_here
 from penstock.launch.preload import Preloading
@@ -182,6 +183,7 @@ class LocalPlacer:
         left = await asyncio.to_thread(kill_adopted, self._known(), LEFT_BEHIND_S)
         if left:
             log.warning("the run left processes behind, which were killed: %s", left)
+        remove_leftovers(homes_in(self._run.root))
         sweep_own(self._run.run_id, os.getpid())
 
     def _known(self) -> set[int]:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import penstock
+from penstock.engines.vllm.leftovers import homes_in, remove_leftovers
 from penstock.errors import ConfigError, LocalProtocolError
 from penstock.launch.processes import ProcessSpec, command, environment
 from penstock.payload.io.leftovers import sweep, sweep_dead
@@ -148,6 +149,7 @@ class RoleHost:
             self._started.set()
         self._child.wait()
         kill_left_behind(self._child.pid, order.member, LEFT_BEHIND_S)
+        remove_leftovers(homes_in(run.root, spec.name))
         self._ended.set()
 
     def wait(self, name: str) -> ProcessExit:

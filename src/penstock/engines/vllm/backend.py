@@ -21,6 +21,7 @@ from typing import Any
 import msgspec
 import torch
 
+from penstock.engines.vllm.leftovers import name_shared_memory
 from penstock.errors import RemoteProtocolError
 from penstock.records.weights import Manifest
 from penstock.runtime.parent import die_with_parent
@@ -41,6 +42,7 @@ def register() -> None:
     parent = multiprocessing.parent_process()
     if OWNED in os.environ:
         log_to_the_server()
+        name_shared_memory()
         if parent is not None and parent.pid is not None:
             die_with_parent(parent.pid)
     from vllm.distributed.weight_transfer.factory import (  # pyright: ignore[reportMissingImports]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import runpy
 import sys
 
+from penstock.engines.vllm.leftovers import name_shared_memory
 from penstock.runtime.parent import die_with_parent
 
 SERVER = "vllm.entrypoints.openai.api_server"
@@ -17,6 +18,7 @@ SERVER = "vllm.entrypoints.openai.api_server"
 def main() -> None:
     parent_pid, *flags = sys.argv[1:]
     die_with_parent(int(parent_pid))
+    name_shared_memory()
     sys.argv = [SERVER, *flags]
     runpy.run_module(SERVER, run_name="__main__", alter_sys=True)
 

@@ -23,6 +23,7 @@ import psutil
 
 from penstock.engines.vllm import probe
 from penstock.engines.vllm.backend import MemoryCheck
+from penstock.engines.vllm.leftovers import PREFIX_VARIABLE, prefix_of, remove_leftovers
 from penstock.engines.vllm.settings import VllmEngineSection
 from penstock.errors import ConfigError, LocalProtocolError, PeerLost
 from penstock.runtime.interpreter import python_command
@@ -111,6 +112,8 @@ def environment(settings: ServerSettings) -> dict[str, str]:
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": str(settings.threads),
         "PENSTOCK_OWNS_VLLM": "1",  # every vLLM of that environment loads the plugin
+        "VLLM_RPC_BASE_PATH": ".",  # its home, which is its working directory: there a socket's path is short enough
+        PREFIX_VARIABLE: prefix_of(settings.home),
     }
     if settings.lora_rank:
         chosen["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
@@ -228,7 +231,7 @@ class VllmServer:
         settings = self.settings
         settings.home.mkdir(parents=True, exist_ok=True)
         settings.home.chmod(0o700)
-        (settings.home / SOCKET).unlink(missing_ok=True)
+        remove_leftovers([settings.home])  # of a server that was killed together with its worker
         with settings.log.open("ab") as output:
             self._process = subprocess.Popen(
                 command(settings, os.getpid()),
@@ -336,6 +339,7 @@ class VllmServer:
                     "process %d of a vLLM server did not end within %.1f s: killing it", one.pid, timeout_s / 2
                 )
                 kill_tree(one.pid, timeout_s / 2)
+            remove_leftovers([self.settings.home])
 
     def close(self, timeout_s: float) -> None:
         """Stops it permanently: clients can no longer use its address."""
