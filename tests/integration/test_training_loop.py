@@ -47,7 +47,7 @@ class Scene:
             return None
         await asyncio.sleep(self.answer_s + FETCH_S)
         made = SimpleNamespace(step=step, micro_batches=[], answered_s=self.answer_s, prepared_s=FETCH_S, figures={})
-        made.missing_prompts, made.missing_reason, made.done = (), "", lambda: None
+        made.missing_prompts, made.missing_reason, made.done, made.drawn_now = (), "", lambda: None, []
         return made
 
     async def together(self, order: Train | Save, *work: Any) -> tuple[dict[str, float], list[Any]]:

@@ -64,6 +64,7 @@ def learner_of(process: RoleProcess, world: World, found: checkpoint.Checkpoint 
         seed=config.run.seed,
         progressed=process.progress.moved,
         world=world,
+        check_logprobs=pipeline.train.check_logprobs,
     )
     if found is not None:
         checkpoint.load(found, learner)

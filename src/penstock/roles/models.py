@@ -134,4 +134,5 @@ def objective_of(
         may_recompute=pipeline.train.activation_checkpointing is None,
         reference=reference,
         teacher=teacher,
+        cut=pipeline.rollout.top_k is not None or pipeline.rollout.top_p < 1 or pipeline.rollout.min_p > 0,
     )

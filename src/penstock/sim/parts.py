@@ -281,7 +281,7 @@ class SimLearner:
     def score(self, micro_batches: Sequence[Any]) -> list[Any]:
         return []
 
-    def step(self, micro_batches: Sequence[Any], scores: Sequence[Any] | None = None) -> dict[str, float]:
+    def step(self, micro_batches: Sequence[Any], scores: Sequence[Any], drawn_now: Sequence[Any]) -> dict[str, float]:
         found: dict[int, list[int]] = {}
         for batch in micro_batches:
             rows, columns = np.nonzero((batch.position_ids_RT == 0) & (batch.sequences_RT >= 0))

@@ -62,6 +62,8 @@ class PreparedBatch:
     micro_batches: list[MicroBatch]
     groups: list[BatchGroup]
     samples: list[dict[str, np.ndarray]]
+    drawn_now: list[dict[str, np.ndarray]]
+    """Those of the samples that were drawn with the very weights that the step changes."""
     advantages: np.ndarray
     missing_prompts: tuple[PromptIndex, ...]
     missing_reason: str
@@ -181,11 +183,13 @@ class BatchLoader:
         left_out = np.array([one.unscored or (mask and one.truncated) for one in share.facts], bool)
         samples = masked(share.samples, left_out)
         micro_batches = pack(samples, advantages, self._settings, spread=self._offload.map, allocate=allocate)
+        versions = [version for group in share.groups for version in group.versions]
         return PreparedBatch(
             share.batch.step,
             micro_batches,
             share.groups,
             share.samples,
+            [one for one, version in zip(share.samples, versions, strict=True) if version == share.batch.step],
             advantages,
             share.missing_prompts,
             share.missing_reason,

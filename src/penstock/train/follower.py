@@ -119,8 +119,9 @@ class Follower:
         return Done()
 
     def _step(self, step: StepIndex) -> None:
-        batches = self._batches[step].micro_batches
-        self._learner.step(batches, self._scores.pop(step, [PriorLogprobs()] * len(batches)))
+        batch = self._batches[step]
+        scores = self._scores.pop(step, [PriorLogprobs()] * len(batch.micro_batches))
+        self._learner.step(batch.micro_batches, scores, batch.drawn_now)
 
     def _write(self, directory: Path, tensors: dict[str, Tensor]) -> None:
         write_version_parts(directory, tensors, rank=self._learner.world.rank)

@@ -135,7 +135,7 @@ class TrainingLoop:
         turn_s = self._turns.waited_s - waited_before_s
         async with self._between_steps:
             self._process.progress.moved(f"training step {batch.step}")
-            work = (self._learner.step, batch.micro_batches, scores)
+            work = (self._learner.step, batch.micro_batches, scores, batch.drawn_now)
             metrics, _ = await self._ranks.together(Train(batch.step), *work)
             step_s = monotonic() - began - turn_s
             await self._turns.release()  # before publishing: the published weights are in host memory then

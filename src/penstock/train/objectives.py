@@ -90,6 +90,13 @@ class Objective(Protocol):
 
     def prepare(self, batches: Sequence[Any], scores: Sequence[PriorLogprobs], device: torch.device) -> Work: ...
 
+    cut: bool
+    """Whether samples are drawn from the most likely tokens only, which makes these more probable."""
+
+    def differences(self, batches: Sequence[Any]) -> Tensor:
+        """The policy's log-probabilities of what was drawn, minus those that the samples carry. In host memory."""
+        ...
+
 
 class TokenObjective:
     """A language model trained by `loss`, with the terms that all losses share: entropy bonus, divergence, average."""
@@ -106,8 +113,11 @@ class TokenObjective:
         may_recompute: bool = True,
         reference: LanguagePolicy | None = None,
         teacher: LanguagePolicy | None = None,
+        cut: bool = False,
     ) -> None:
         """`temperature` is that of the sampling: samples carry the log-probabilities of the tempered policy.
+
+        `cut`: they were drawn with `top_k`, `top_p` or `min_p`.
 
         With `may_recompute`, activations that do not fit into the device's memory are recomputed from then on.
         """
@@ -124,6 +134,7 @@ class TokenObjective:
         self.teacher = teacher
         self.settings = settings
         self.temperature = temperature
+        self.cut = cut
         self.loss: TokenLoss
         self.average: Average
         self.loss, own_average = resolve(loss)
@@ -154,6 +165,15 @@ class TokenObjective:
         self, batches: Sequence[TokenMicroBatch | None], scores: Sequence[PriorLogprobs], device: torch.device
     ) -> TokenWork:
         return TokenWork(self, batches, scores, device)
+
+    def differences(self, batches: Sequence[TokenMicroBatch]) -> Tensor:
+        """See `Objective.differences`."""
+        found = [torch.empty(0)]
+        for batch in batches:
+            own_M = self._logprobs(batch, self.policy)
+            if own_M is not None:
+                found.append(own_M - torch.from_numpy(batch.logprobs_RT[np.nonzero(batch.loss_mask_RT)]))
+        return torch.cat(found)
 
     def recompute(self, tokens: int) -> bool:
         """Recomputes activations from now on: passes of `tokens` tokens do not fit into device memory. False if they
@@ -324,6 +344,7 @@ class EpisodeObjective:
     reference: LanguagePolicy | None = None
     teacher: LanguagePolicy | None = None
     packing: Packing = "padded"
+    cut = False
 
     def __init__(self, policy: Policy, settings: PpoLossSection = PpoLossSection()) -> None:
         if not isinstance(policy, ActorCriticPolicy):
@@ -343,6 +364,19 @@ class EpisodeObjective:
         if len(batches) > 1:
             raise RunFailed(f"a gymnasium step takes all its episodes in one batch; {len(batches)} were given")
         return EpisodeWork(self, batches, device)
+
+    def differences(self, batches: Sequence[TrajectoryBatch]) -> Tensor:
+        """See `Objective.differences`."""
+        found = [torch.empty(0)]
+        device = next(self.policy.network.parameters()).device
+        for batch in batches:
+            observations_S, actions_S = (
+                torch.from_numpy(one).to(device) for one in (batch.observations_S, batch.actions_S)
+            )
+            with torch.no_grad():
+                own_S = self.policy.network.distribution(observations_S).log_prob(actions_S)
+            found.append(own_S.to(HOST) - torch.from_numpy(batch.logprobs_S))
+        return torch.cat(found)
 
 
 class EpisodeWork:

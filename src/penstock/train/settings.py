@@ -32,6 +32,9 @@ class TrainSection(StepSection):
     truncated: Annotated[Literal["train", "mask"], LANGUAGE_ONLY] = "train"
     """Completions that were cut off at the token limit: train on them, or mask their tokens in the loss. Their rewards
     count in their group's advantages either way."""
+    check_logprobs: bool = True
+    """At the first step whose samples were drawn with the weights being trained, compare the log-probabilities of
+    engine and trainer, and stop the run if rounding does not explain their difference."""
     overlong_tokens: Annotated[NonNegative, LANGUAGE_ONLY] = 0
     """Tokens before `rollout.max_new_tokens` over which the reward falls linearly, by up to `overlong_penalty`. Over
     several turns, the longest one counts."""

@@ -11,9 +11,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from penstock.batch.assemble import Sample
+from penstock.batch.pack import PackSettings, pack
 from penstock.engines.models import Policy
 from penstock.errors import ConfigError, RunFailed
 from penstock.runtime.tensors import free_device_caches
+from penstock.train.comparison import TOKENS, Difference, longest, summed
 from penstock.train.objectives import HOST, PARTS, Metrics, Objective, Part, PriorLogprobs, Totals, Work
 from penstock.train.optim import Optimizer, learning_rate
 from penstock.train.settings import OptimizerSection
@@ -38,8 +41,10 @@ class Learner:
         seed: int = 0,
         progressed: Callable[[str], None] = lambda doing: None,
         world: World = ALONE,
+        check_logprobs: bool = True,
     ) -> None:
-        """`steps` is the length of the run, for schedules; `seed` determines the order in which data is visited.
+        """`steps` is the length of the run, for schedules; `seed` determines the order in which data is visited. With
+        `check_logprobs` the first step whose samples were drawn with its weights compares log-probabilities.
 
         `progressed` is called for every micro-batch, so that a long step counts as progress. The ranks of a `world`
         score and step together, each over its own micro-batches.
@@ -53,6 +58,8 @@ class Learner:
         self._progressed = progressed
         self._settings = settings
         self._optimizer = Optimizer(self.policy.module, settings)
+        self._compares = check_logprobs
+        """Whether no samples of the policy's own weights were compared yet."""
         self._skipped = 0
         """Consecutive updates that were not finite."""
 
@@ -76,12 +83,21 @@ class Learner:
             self._progressed(f"scoring step {self.steps}: {len(scores)} of {len(micro_batches)} micro-batches")
         return scores
 
-    def step(self, micro_batches: Sequence[Any], scores: Sequence[PriorLogprobs] | None = None) -> dict[str, float]:
+    def step(
+        self,
+        micro_batches: Sequence[Any],
+        scores: Sequence[PriorLogprobs] | None = None,
+        drawn_now: Sequence[Sample] = (),
+    ) -> dict[str, float]:
         """Trains on one batch and returns its metrics. Without `scores` it is scored first.
+
+        `drawn_now` are those of its samples that the present weights have drawn. Raises RunFailed, before any change,
+        if their log-probabilities are not those of the policy.
 
         An empty batch changes nothing but the step number. Raises RunFailed if too many consecutive updates are not
         finite; the weights are then those of the last finite update.
         """
+        compared = self._compare(drawn_now) if self._compares else {}
         if scores is None:
             scores = self.score(micro_batches)
         rate = self.learning_rate(self.steps)
@@ -91,7 +107,23 @@ class Learner:
         work = self.objective.prepare(level, scores, self._device())
         metrics = self._train(work, rate)
         self.steps += 1
-        return metrics | {"learning_rate": rate}
+        return metrics | compared | {"learning_rate": rate}
+
+    def _compare(self, drawn_now: Sequence[Sample]) -> dict[str, float]:
+        """All ranks compare together, and come to the same result."""
+        samples = longest(drawn_now)
+        settings = PackSettings(layout=self.objective.packing, micro_batch_tokens=TOKENS)
+        batches = self._levelled(pack(samples, np.zeros(len(samples), np.float32), settings))
+        count, total, most = summed(self.objective.differences(batches), one_sided=self.objective.cut)
+        count, total = self.world.total(count, total)
+        if not count:
+            return {}
+        most = self.world.merged({"of_rank_max": most})["of_rank_max"]
+        difference = Difference(count, total / count, most)
+        dtype = getattr(self.policy, "dtype", next(self.policy.module.parameters()).dtype)
+        difference.check(self.steps, dtype)
+        self._compares = False
+        return difference.metrics()
 
     def _levelled(self, micro_batches: Sequence[Any]) -> Sequence[Any]:
         """Padded with None to the largest count of any rank: every pass of a sharded model involves all ranks."""
