@@ -8,6 +8,8 @@ in float32, without reading the weights.
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import torch
@@ -92,6 +94,20 @@ def text_config(model: Any) -> Any:
         return get()
     except ValueError:  # it also has a text encoder
         return get(decoder=True)
+
+
+def tried_once(attempt: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    """Keeps the answer of a function of a config for equal configs."""
+    answers: dict[tuple[type, str], bool] = {}
+
+    @wraps(attempt)
+    def answer(config: Any) -> bool:
+        key = type(config), config.to_json_string(use_diff=False)
+        if key not in answers:
+            answers[key] = attempt(config)
+        return answers[key]
+
+    return answer
 
 
 def miniature(config: Any) -> nn.Module:

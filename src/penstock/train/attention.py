@@ -13,6 +13,7 @@ Shape suffixes: H heads, T tokens, D width of a head, K segments.
 from __future__ import annotations
 
 import inspect
+import logging
 from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any
@@ -22,7 +23,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from penstock.engines.architecture import text_config
+from penstock.engines.architecture import TOLERANCE, miniature, text_config, tried_once
+from penstock.errors import ConfigError
+
+log = logging.getLogger(__name__)
 
 NAME = "penstock_forest"
 
@@ -82,21 +86,56 @@ class Forest:
 
 def attend_in_forests(module: nn.Module) -> bool:
     """Makes a model attend according to its `layout`. Returns False and changes nothing if the model cannot."""
-    from transformers import AttentionInterface, AttentionMaskInterface
-    from transformers.masking_utils import sdpa_mask
-
     model: Any = module
+    if not _may_attend(model) or not _attends(model.config):
+        return False
+    _attend_with_ours(model)
+    return True
+
+
+def _may_attend(model: Any) -> bool:
     config = text_config(model)
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     windowed = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
     special = windowed or getattr(config, "attn_logit_softcapping", None) is not None
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    if special or kinds != {"full_attention"} or not getattr(base, "_supports_attention_backend", False):
-        return False
+    return not special and kinds == {"full_attention"} and getattr(base, "_supports_attention_backend", False)
+
+
+def _attend_with_ours(model: Any) -> None:
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import sdpa_mask
+
     AttentionInterface.register(NAME, _attend)
     AttentionMaskInterface.register(NAME, sdpa_mask)  # for calls without a layout
-    config._attn_implementation = NAME
-    return True
+    text_config(model)._attn_implementation = NAME
+
+
+@tried_once
+def _attends(config: Any) -> bool:
+    """Whether a miniature of this config gives two sequences with a common beginning in one row the logits that it
+    gives each of them alone. Some models do not pass the layout on."""
+    try:
+        model: Any = miniature(config)
+    except ConfigError as error:
+        log.info("several sequences per row are not tried out: %s", error)
+        return False
+    ids = torch.arange(10, 34)[None]
+    parts = [[*range(8), *range(8, 16)], [*range(8), *range(16, 24)]]
+    with torch.no_grad():
+        alone = [model(input_ids=ids[:, part], use_cache=False).logits[0, 8:] for part in parts]
+        _attend_with_ours(model)
+        options = row_options(np.array([[0, 8, -1], [8, 16, 0], [16, 24, 0]]), torch.device("cpu"))
+        positions = torch.tensor([[*range(16), *range(8, 16)]])
+        together = model(input_ids=ids, position_ids=positions, use_cache=False, **options).logits[0, 8:]
+    return bool((together - torch.cat(alone)).abs().max() < TOLERANCE)
+
+
+def row_options(segments_K3: np.ndarray, device: torch.device) -> dict[str, Any]:
+    """Arguments of the model for a row of segments."""
+    # A mask of four dimensions is not replaced by the model; its content is not read.
+    mask = torch.zeros((1, 1, 1, 1), dtype=torch.bool, device=device)
+    return {"layout": Forest(segments_K3, device), "attention_mask": mask}
 
 
 def _attend(

@@ -21,9 +21,9 @@ import torch
 from torch import Tensor, nn
 
 from penstock.batch.pack import TokenMicroBatch
-from penstock.engines.architecture import miniature
+from penstock.engines.architecture import miniature, tried_once
 from penstock.errors import ConfigError
-from penstock.train.attention import Forest
+from penstock.train.attention import row_options
 
 log = logging.getLogger(__name__)
 
@@ -54,9 +54,7 @@ class TokenTensors:
         # Padding follows each row's tokens, so the causal mask alone excludes it.
         self.options: dict[str, Any] = {}
         if batch.segments_K3 is not None:
-            self.options["layout"] = Forest(batch.segments_K3, device)
-            # A mask of four dimensions is not replaced by the model; its content is not read.
-            self.options["attention_mask"] = torch.zeros((1, 1, 1, 1), dtype=torch.bool, device=device)
+            self.options |= row_options(batch.segments_K3, device)
             self.options["position_ids"] = torch.from_numpy(batch.position_ids_RT.astype(np.int64)).to(device)
 
     def scores(self, module: nn.Module, temperature: float) -> tuple[Tensor, Tensor]:
@@ -112,13 +110,17 @@ def head_gives_logits(module: nn.Module) -> bool:
     """Whether a model's logits are the output of its head, and nothing caps, scales or shifts them afterwards. Tried
     out on a miniature of it; False if there is none."""
     if module not in _GIVES_LOGITS:
-        model: Any = module
-        try:
-            _GIVES_LOGITS[module] = _returns_what_the_head_returns(miniature(model.config))
-        except ConfigError as error:
-            log.info("a %s is trained with all of its logits in memory: %s", type(module).__name__, error)
-            _GIVES_LOGITS[module] = False
+        _GIVES_LOGITS[module] = _head_of_config_gives_logits(module.config)
     return _GIVES_LOGITS[module]
+
+
+@tried_once
+def _head_of_config_gives_logits(config: Any) -> bool:
+    try:
+        return _returns_what_the_head_returns(miniature(config))
+    except ConfigError as error:
+        log.info("trained with all logits in memory: %s", error)
+        return False
 
 
 def _returns_what_the_head_returns(model: Any) -> bool:
