@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import os
 import sys
+from pathlib import Path
 from typing import Any
 
 from penstock.batch import advantage, filters
@@ -33,9 +34,14 @@ from penstock.train.losses.tokens import NAMED as LOSSES
 QUICKLY_MADE = ("penstock.envs.tasks:", "penstock.envs.io.datasets:")
 """Environments that at most open files: they are made to check their first prompt before anything starts."""
 
+LIBRARIES = {"torch", "transformers", "numpy", "safetensors", "uvicorn", "starlette", "psutil", "peft", "vllm", "ray"}
+"""Imported later than this check, besides what is imported already."""
+
 
 def check_environment(config: Config) -> None:
     """Raises `ConfigError` for an environment, reward, advantage, filter, workload, model or sink that is missing."""
+    for folder in config.run.extra_path:
+        _check_names(folder)
     sys.path[:0] = [str(path) for path in config.run.extra_path]
     for sink in config.metrics.sinks:
         check_sink(sink)
@@ -49,6 +55,23 @@ def check_environment(config: Config) -> None:
         _check_packages(config)
         for pipeline in config.pipeline:
             check_step_fits(pipeline, pipeline.sample_bytes)
+
+
+def _check_names(folder: Path) -> None:
+    """Raises `ConfigError` for a module that would replace one of Python or of a library in every process: a file
+    `http.py` or `torch.py` in a directory that is searched first."""
+    taken = LIBRARIES | sys.modules.keys()
+    for path in sorted([*folder.glob("*.py"), *(one.parent for one in folder.glob("*/__init__.py"))]):
+        name = path.stem
+        if name not in taken or name.startswith("__"):
+            continue
+        spec = getattr(sys.modules.get(name), "__spec__", None)
+        used = Path(getattr(spec, "origin", None) or "/")
+        if path.resolve() not in (used.resolve(), used.resolve().parent):
+            raise ConfigError(
+                f"{path} has the name of a module that all processes import: rename it, or move it out of "
+                "run.extra_path"
+            )
 
 
 def check_by_making(config: Config) -> None:

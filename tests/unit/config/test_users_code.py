@@ -171,3 +171,15 @@ def test_a_gymnasium_environment_of_the_users_own_is_registered_by_its_module(tm
     check_environment(load(ROOT / "examples" / "quickstart.toml", [f'run.extra_path=["{tmp_path}"]', *overrides]))
     with pytest.raises(ConfigError, match="Line-v1"):
         check_environment(loaded(*gymnasium, 'env.options={id="users_line:Line-v1"}'))
+
+
+@pytest.mark.parametrize("name", ["http.py", "torch.py", "json/__init__.py"])
+def test_a_module_with_the_name_of_a_library_is_refused_before_it_is_imported(tmp_path: Path, name: str):
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_text("raise SystemExit('executed')")
+    (tmp_path / "mine.py").write_text("x = 1")
+    config = load(ROOT / "examples" / "quickstart.toml", [f'run.extra_path=["{tmp_path}"]'])
+    with pytest.raises(ConfigError, match=r"has the name of a module that all processes import: rename it"):
+        check_environment(config)
+    (tmp_path / name).unlink()
+    check_environment(config)
