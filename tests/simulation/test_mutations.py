@@ -38,6 +38,7 @@ SETTINGS = {
     "control.stall_after_s": 20.0,
     "control.stall_fail_after_s": 60.0,
     "pipeline.checkpoint.every_steps": 1,
+    "pipeline.train.straggler_wait_s": 0.0,
 }
 
 STRAGGLING = (
@@ -84,7 +85,8 @@ def unchecked(dispatch: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def outdating() -> Plan:
-    return Plan(seed=1, steps=30, workers=3, max_staleness=1, faults=STRAGGLING)
+    settings = {"pipeline.train.straggler_wait_s": 0.0}
+    return Plan(seed=1, steps=30, workers=3, max_staleness=1, faults=STRAGGLING, settings=settings)
 
 
 def test_without_a_mistake_outdated_groups_are_dropped_and_the_run_ends_well(monkeypatch: pytest.MonkeyPatch) -> None:
