@@ -95,6 +95,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=3.0, help="length of a window")
     parser.add_argument("--port", action="append", help="attack only this port; may be repeated")
+    parser.add_argument("--attack", action="append", choices=[*ATTACKS], help="only this attack; may be repeated")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     options = parser.parse_args(argv)
     rounds, window_s = (1, 1.5) if options.quick else (options.rounds, options.seconds)
@@ -104,7 +105,7 @@ def main(argv: list[str]) -> int:
             if options.port and port not in options.port:
                 continue
             count = pages if port == "dashboard" else lambda: steps_of(directory)
-            for kind in ATTACKS:
+            for kind in options.attack or ATTACKS:
                 rows.append(measure(port, number, pid, kind, count, rounds, window_s))
                 print(rows[-1], file=sys.stderr)
     table = Table(title=f"{rounds} windows of {window_s:g} s with and without each attack", title_justify="left")
