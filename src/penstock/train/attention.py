@@ -128,7 +128,7 @@ def _attends(config: Any) -> bool:
         options = row_options(np.array([[0, 8, -1], [8, 16, 0], [16, 24, 0]]), torch.device("cpu"))
         positions = torch.tensor([[*range(16), *range(8, 16)]])
         together = model(input_ids=ids, position_ids=positions, use_cache=False, **options).logits[0, 8:]
-    return bool((together - torch.cat(alone)).abs().max() < TOLERANCE)
+    return torch.allclose(together, torch.cat(alone), atol=TOLERANCE, rtol=0)
 
 
 def row_options(segments_K3: np.ndarray, device: torch.device) -> dict[str, Any]:

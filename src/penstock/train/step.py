@@ -121,7 +121,7 @@ class Learner:
         most = self.world.merged({"of_rank_max": most})["of_rank_max"]
         difference = Difference(count, total / count, most)
         dtype = getattr(self.policy, "dtype", next(self.policy.module.parameters()).dtype)
-        difference.check(self.steps, dtype)
+        difference.check(self.steps, dtype, self._device())
         self._compares = False
         return difference.metrics()
 
