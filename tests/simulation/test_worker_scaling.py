@@ -38,7 +38,7 @@ def steps_per_second(report: Report) -> float:
 def test_with_slow_generation_four_workers_make_as_much_more_as_the_bound_lets_them(
     call: int, max_staleness: int, times: float
 ) -> None:
-    settings = {"pipeline.rollout.batch_samples": call}
+    settings = {"pipeline.rollout.batch_samples": call, "pipeline.train.straggler_wait_s": 0.0}
     plan = {"max_staleness": max_staleness, "settings": settings, "steps": 9 if call == 8 else 15}
     one, four = (run(workers, **plan) for workers in (1, 4))
     assert steps_per_second(four) > times * steps_per_second(one)

@@ -84,7 +84,7 @@ def _resumes_exactly(report: Report) -> bool:
     return len(report.steps["p0"]) == report.plan.steps and _pipeline(report)["conservation_error"] == 0
 
 
-IMPATIENT = {"control.wedged_after_s": 120.0}
+IMPATIENT = {"control.wedged_after_s": 120.0, "pipeline.train.straggler_wait_s": 0.0}
 
 SCENARIOS = [
     Scenario(
