@@ -23,7 +23,7 @@ from penstock.errors import ConfigError, PenstockError, RunFailed
 from penstock.records.ids import PipelineName, RunId
 from penstock.wire.codec import DAMAGED
 
-SCHEMA_VERSION = 7
+SCHEMA_VERSION = 8
 
 TABLES = """
 CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
