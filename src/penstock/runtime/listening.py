@@ -432,12 +432,12 @@ def receive(connection: socket.socket, target: memoryview, timeout_s: float | No
     return True
 
 
-def close_with(connection: socket.socket, last_words: bytes) -> None:
-    """Sends the last words if the peer takes them at once, and closes the connection."""
+def close_with(connection: socket.socket, reply: bytes) -> None:
+    """Sends the reply if the peer takes it at once, and closes the connection."""
     with contextlib.suppress(OSError), connection:
         connection.setblocking(False)
-        connection.send(last_words)
-        connection.recv(1 << 16)  # closed with bytes unread, the kernel would discard the last words
+        connection.send(reply)
+        connection.recv(1 << 16)  # closed with bytes unread, the kernel would discard the reply
 
 
 def shut_down(connection: socket.socket) -> None:

@@ -134,7 +134,7 @@ class Agent:
                 del self._running[api_key]
 
     def cancel(self, api_key: str) -> None:
-        """Ends an episode whose result nobody waits for, if it can be ended. Any thread."""
+        """Ends an episode whose result is no longer used, if it can be ended. Any thread."""
         with self._lock:
             if (running := self._running.get(api_key)) is None:
                 return
