@@ -74,17 +74,17 @@ class RunDir:
         """Creates a directory with a new run id, for its owner only. The token is in memory."""
         stamp = time.strftime("%Y%m%d-%H%M%S")
         root = parent / f"{name}-{stamp}"
-        for count in range(2, 100):
-            try:
-                parent.mkdir(parents=True, exist_ok=True)
-                root.mkdir(mode=0o700)
-                break
-            except FileExistsError:
+        try:
+            parent.mkdir(parents=True, exist_ok=True)
+            for count in range(2, 100):
+                with contextlib.suppress(FileExistsError):
+                    root.mkdir(mode=0o700)
+                    break
                 root = parent / f"{name}-{stamp}-{count}"
-            except OSError as error:
-                raise ConfigError(f"cannot make the run directory {root}: {error}; choose another run.dir") from error
-        else:
-            raise ConfigError(f"cannot make a run directory in {parent}: its names are taken; choose another run.dir")
+            else:
+                raise FileExistsError(f"its names are taken in {parent}")
+        except OSError as error:
+            raise ConfigError(f"cannot make the run directory {root}: {error}; choose another run.dir") from error
         run = cls(root.resolve(), RunId(secrets.token_hex(8)))
         run.hold_token(new_token())
         try:
