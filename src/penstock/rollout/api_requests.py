@@ -138,6 +138,8 @@ class TextRequest(Completing, kw_only=True):
     """`/v1/completions`"""
 
     prompt: str | list[Any]
+    stop_token_ids: list[int] = []
+    return_token_ids: bool = False
 
 
 class TokenDrawing(Drawing, kw_only=True):

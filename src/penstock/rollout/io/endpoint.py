@@ -286,12 +286,17 @@ class Endpoint:
             text, ids = prompt, self._ids(episode, prompt)
         else:
             raise Refused(400, "'prompt' must be a text or a list of token ids", param="prompt")
-        call = self._engine_request(request, episode, text, ids, asked, MessageParser.plain())
+        if asked.stream and asked.return_token_ids:
+            raise Refused(400, "'return_token_ids' cannot be used with 'stream'", param="return_token_ids")
+        stop_ids = self._checked(asked.stop_token_ids, "stop_token_ids") if asked.stop_token_ids else []
+        call = self._engine_request(request, episode, text, ids, asked, MessageParser.plain(), stop_ids)
         if asked.stream:
             return _stream(self._text_chunks(call), asked)
         drawn = await self._completed(request, call)
         said = call.certain_text(drawn, complete=True)
         choice = {"index": 0, "text": said, "logprobs": None, "finish_reason": _reason(drawn)}
+        if asked.return_token_ids:
+            choice["token_ids"] = drawn.token_ids.tolist()
         return _json({"object": "text_completion"} | call.head | {"choices": [choice], "usage": call.usage(drawn)})
 
     async def _text_chunks(self, call: _EngineRequest) -> AsyncGenerator[dict[str, Any]]:
