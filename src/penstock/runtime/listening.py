@@ -27,8 +27,9 @@ LINK_TIMEOUT_S = 30.0
 """After this time without an answer of the peer's machine, the kernel ends a connection."""
 BACKLOG = 512
 ACCEPTS_AT_ONCE = 64
-STRANGERS_PER_S, STRANGERS_BURST = 2000.0, 500.0
-"""Connections and reads of all strangers of a port; beyond that its door pauses."""
+STRANGERS_PER_S, STRANGERS_BURST = 6000.0, 1000.0
+"""Connections and reads of all strangers of a port; beyond that its door pauses. Then new clients of the run wait
+behind strangers, so the bound is far above what most floods reach; it limits the processor time of the others."""
 MAX_STRANGERS = 256
 MAX_READS = 32
 """Of one stranger."""
