@@ -9,7 +9,6 @@ import pytest
 
 from penstock.journal.reader import history, replay
 from penstock.journal.virtual import VirtualJournal
-from penstock.journal.writer import Journal
 from penstock.records.ids import PipelineName, RunId
 from penstock.sim.disk import Disk
 from penstock.sim.loop import virtual_loop
@@ -50,26 +49,31 @@ def test_a_flush_that_lied_is_listed_when_it_is_lost(tmp_path: Path) -> None:
     assert disk.lost == ["weights/file", "events 1 to 7"]
 
 
-async def test_the_journal_ends_with_the_last_flushed_event_and_snapshot(disk: Disk, tmp_path: Path) -> None:
-    journal = Journal(tmp_path / "journal.sqlite", RUN)
+def test_the_journal_ends_with_the_last_flushed_event_and_snapshot(disk: Disk, tmp_path: Path) -> None:
+    path = tmp_path / "journal.sqlite"
 
-    async def write(events: int) -> None:
-        for _ in range(events):
-            await journal.committed(journal.append(A, 0.0, b"event"))
+    async def main() -> None:
+        journal = VirtualJournal(path, RUN, disk)
 
-    await write(2)
-    journal.snapshot({A: b"at 2"})
-    await write(1)
-    disk.flush_journal(3)
-    disk.replaces_snapshots(journal._connection.execute("SELECT * FROM snapshots").fetchall())
-    await write(1)
-    journal.snapshot({A: b"at 4"})
-    await write(1)
-    journal.close(10)
-    assert replay(journal.path).seq == 4
+        async def write(events: int) -> None:
+            for _ in range(events):
+                await journal.committed(journal.append(A, 0.0, b"event"))
+
+        await write(2)
+        journal.snapshot({A: b"at 2"})
+        await write(1)
+        disk.flush_journal(3)
+        await write(1)
+        journal.snapshot({A: b"at 4"})
+        await write(1)
+        journal.kill()
+
+    with virtual_loop(lambda offload, function: 0.0) as loop:
+        loop.run_until_complete(main())
+    assert (replay(path).seq, len([*history(path)])) == (4, 5)
     disk.lose_power()
-    assert [entry.seq for entry in history(journal.path)] == [1, 2, 3]
-    restored = replay(journal.path)
+    assert [entry.seq for entry in history(path)] == [1, 2, 3]
+    restored = replay(path)
     assert (restored.seq, restored.states) == (2, {A: b"at 2"})
 
 
