@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import logging
 import os
 import sys
@@ -36,7 +35,7 @@ from penstock.runtime.process import (
     kill_tree,
     reap_adopted,
 )
-from penstock.runtime.run_token import handed_over
+from penstock.runtime.run_token import handed_over, place_digest
 from penstock.runtime.rundir import RunDir
 
 log = logging.getLogger(__name__)
@@ -118,9 +117,8 @@ class LocalPlacer:
         self._config = config
         self._forkserver = ForkServer(config, run.log_path("forkserver"), preloading)
         self._gpus: tuple[str, ...] = ()
-        place = hashlib.sha256(os.fsencode(run.root) + run.run_id.encode()).hexdigest()[:16]
-        self._prefix = f"{place}:"
-        """Of the members' variable: a copy of a run directory has the same run id."""
+        self._prefix = f"{place_digest(run.root, run.run_id)}:"
+        """Of the members' variable."""
         self._begun: set[int] = set()
         """Children of this process that are no adopted orphans."""
         self._placing = 0

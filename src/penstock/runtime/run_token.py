@@ -51,10 +51,14 @@ def receive(descriptor: int) -> str:
         return checked(pipe.read().strip(), f"descriptor {descriptor}")
 
 
+def place_digest(run_root: Path, run_id: str) -> str:
+    """Names a run directory in this place: a copy of it has the same run id, but another digest."""
+    return hashlib.sha256(os.fsencode(run_root) + run_id.encode()).hexdigest()[:16]
+
+
 def token_file(run_root: Path, run_id: str) -> Path:
-    """Where the token of a live run is for this user's commands. A copy of a run directory has another file."""
-    place = hashlib.sha256(os.fsencode(run_root) + run_id.encode()).hexdigest()[:16]
-    return key_path().parent / "tokens" / f"{run_root.name}-{place}"
+    """Where the token of a live run is for this user's commands."""
+    return key_path().parent / "tokens" / f"{run_root.name}-{place_digest(run_root, run_id)}"
 
 
 @contextlib.contextmanager
