@@ -117,7 +117,7 @@ def test_a_child_in_another_session_does_not_hold_its_program(tmp_path: Path, mo
 
 @pytest.mark.usefixtures("left")
 @pytest.mark.parametrize("how", ["cancel", "close"])
-def test_a_program_whose_result_nobody_waits_for_is_killed_with_its_children(tmp_path: Path, how: str) -> None:
+def test_a_program_whose_result_is_no_longer_used_is_killed_with_its_children(tmp_path: Path, how: str) -> None:
     agent = program(tmp_path, "time.sleep(300)", timeout_s=300.0)
     thread, found = play(agent)
     processes = identities(tmp_path)

@@ -35,7 +35,7 @@ def mark(root: Path, run_id: str) -> None:
 
 
 def is_marked(root: Path, run_id: str) -> bool:
-    """Whether this user made the run: in this place, or as a copy of his with the same configuration."""
+    """Whether this user made the run: in this place, or it is a copy with the same configuration."""
     try:
         key = _read_key()
         codes = json.loads(read_beneath(root, root / MARK))

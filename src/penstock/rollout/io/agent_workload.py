@@ -29,6 +29,7 @@ from penstock.runtime.stacks import thread_location
 LATE_S = 5.0
 """Wait for a result beyond the episode's own deadline."""
 MOST_LEFT = 4
+"""Threads that hang in late episodes, as a multiple of those that may run."""
 REPORT_AFTER_S = 2.0
 """An episode that runs for longer is reported as the worker's activity."""
 REPORT_EVERY_S = 1.0
